@@ -1,0 +1,229 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// A panel: kPanel query rows side by side in vector lanes, the unit of work of forward.h and
+// backward.h. Scores of a panel are kept transposed, (keys, kPanel), so that maxima, sums and
+// exponentials run down the lanes and never across them. This file holds who the lanes are, and
+// what happens to their scores between the two products: features in spec.md's order, then the
+// mask.
+#pragma once
+
+#include "core/mask.h"
+#include "core/pages.h"
+#include "core/philox.h"
+#include "core/rows.h"
+#include "cpu/pack.h"
+
+namespace flash_attn::cpu {
+
+constexpr double kLog2e = 1.4426950408889634;
+constexpr double kLn2 = 0.6931471805599453;
+
+// Takes arrays out of one block of scratch, each at a multiple of 64 bytes. With a null base it
+// counts.
+class Carver {
+ public:
+  explicit Carver(void* base) : base_(static_cast<char*>(base)) {}
+  template <class T>
+  T* take(int64_t n) {
+    T* p = reinterpret_cast<T*>(base_ + used_);
+    used_ += round_up<int64_t>(n * int64_t{sizeof(T)}, 64);
+    return p;
+  }
+  int64_t used() const { return used_; }
+
+ private:
+  char* base_;
+  int64_t used_ = 0;
+};
+
+// The lanes: rows [row, row + count) of the packed rows of one key head. Lanes past count repeat
+// the last row; what they compute is not stored.
+template <class Arch, class Number>
+struct Panel {
+  using Acc = typename Number::Acc;
+  static constexpr int kPanel = Shape<Arch, Number>::kPanel;
+
+  int count = 0;
+  int first = 0, last = 0;  // query positions of the first and the last live lane
+  Int<Acc> position[kPanel];
+  int head[kPanel];
+
+  Panel(const PackedRows& rows, int64_t row, int count_) : count(count_) {
+    for (int l = 0; l < kPanel; ++l) {
+      const int64_t r = row + min_of(l, count - 1);
+      position[l] = rows.position(r);
+      head[l] = rows.head(r);
+    }
+    first = static_cast<int>(position[0]);
+    last = static_cast<int>(position[count - 1]);
+  }
+};
+
+// The part [begin, end) of a key tile that a panel may see; `full` when it sees all of it.
+struct KeySpan {
+  int begin, end;
+  bool full;
+};
+
+static inline KeySpan key_span(const Mask& mask, int first, int last, int key_begin, int key_end) {
+  KeySpan span;
+  span.begin = max_of(key_begin, mask.first_key(first));
+  span.end = min_of(key_end, mask.end_key(last));
+  span.full = mask.first_key(last) <= span.begin && span.end <= mask.end_key(first);
+  return span;
+}
+
+// ---- features
+
+static inline bool has_features(const AttnParams& p) {
+  return p.softcap > 0 || p.bias.ptr != nullptr || p.alibi.slopes != nullptr;
+}
+
+static inline float bias_value(const void* ptr, DType dtype, uint8_t boolean, int64_t at) {
+  if (boolean) {
+    return static_cast<const uint8_t*>(ptr)[at] ? 0.0f : -std::numeric_limits<float>::infinity();
+  }
+  switch (dtype) {
+    case DType::kF16: return to_float(static_cast<const Half*>(ptr)[at]);
+    case DType::kBF16: return to_float(static_cast<const BFloat*>(ptr)[at]);
+    case DType::kF64: return static_cast<float>(static_cast<const double*>(ptr)[at]);
+    default: return static_cast<const float*>(ptr)[at];
+  }
+}
+
+// The bias of one lane for keys [key, key + n) -> dst.
+template <class Arch, class Acc>
+void load_bias(Acc* dst, const Bias& bias, int64_t at, int n) {
+  if constexpr (sizeof(Acc) == 4) {
+    if (bias.col == 1 && !bias.boolean && bias.dtype != DType::kF64) {
+      if (bias.dtype == DType::kF32) {
+        widen<Arch>(dst, static_cast<const float*>(bias.ptr) + at, n);
+      } else if (bias.dtype == DType::kBF16) {
+        widen<Arch>(dst, static_cast<const BFloat*>(bias.ptr) + at, n);
+      } else {
+        widen<Arch>(dst, static_cast<const Half*>(bias.ptr) + at, n);
+      }
+      return;
+    }
+  }
+  for (int c = 0; c < n; ++c, at += bias.col) {
+    if (bias.dtype == DType::kF64 && !bias.boolean) {
+      dst[c] = static_cast<Acc>(static_cast<const double*>(bias.ptr)[at]);
+    } else {
+      dst[c] = bias_value(bias.ptr, bias.dtype, bias.boolean, at);
+    }
+  }
+}
+
+// Offset of (batch, head, query i, key j) in the bias.
+static inline int64_t bias_offset(const Bias& b, int batch, int head, int64_t i, int j) {
+  return batch * b.batch + head * b.head + i * b.row + j * b.col;
+}
+
+// Scratch for a tile's bias: rows as they lie, then transposed.
+template <class Acc>
+struct BiasTile {
+  Acc *rows, *transposed;  // (kPanel, block_n rounded up), (block_n rounded up, kPanel)
+};
+
+// tile (keys, kPanel) <- bias of keys [key, key + keys), the last of them hidden or padding past
+// `end`.
+template <class Arch, class Number, class Acc>
+void bias_tile(const BiasTile<Acc>& tile,
+               const AttnParams& p,
+               const Panel<Arch, Number>& panel,
+               int batch,
+               int key,
+               int keys,
+               int end) {
+  using Plain = std::conditional_t<sizeof(Acc) == 8, F64, F32>;
+  constexpr int kLane = Shape<Arch, Plain>::kLane;
+  const int ld = round_up(keys, kLane);
+  for (int l = 0; l < panel.kPanel; ++l) {
+    Acc* row = tile.rows + int64_t{l} * ld;
+    const int live = l < panel.count ? min_of(end - key, keys) : 0;
+    if (live > 0) {
+      const int64_t at = bias_offset(p.bias, batch, panel.head[l], panel.position[l], key);
+      load_bias<Arch>(row, p.bias, at, live);
+    }
+    for (int c = max_of(live, 0); c < ld; ++c)
+      row[c] = 0;
+  }
+  transpose_panel<Arch, Plain>(tile.transposed, tile.rows, keys, ld);
+}
+
+// scores (keys, kPanel), scale * (q . k) in natural units: softcap, ALiBi and bias, then to units
+// of log 2. With `slope` non-null (backward) also the factor d(capped) / d(scaled), same shape.
+template <class Arch, class Number>
+void apply_features(typename Number::Acc* scores,
+                    typename Number::Acc* slope,
+                    const BiasTile<typename Number::Acc>& tile,
+                    const AttnParams& p,
+                    const Mask& mask,
+                    const Panel<Arch, Number>& panel,
+                    int batch,
+                    int key,
+                    int keys,
+                    int end) {
+  using Acc = typename Number::Acc;
+  using S = Shape<Arch, Number>;
+  using V = typename S::V;
+  if (p.bias.ptr != nullptr) bias_tile(tile, p, panel, batch, key, keys, end);
+  for (int v = 0; v < Arch::kVectors; ++v) {
+    V alibi = {}, distance = {};
+    if (p.alibi.slopes != nullptr) {
+      for (int l = 0; l < S::kLane; ++l) {
+        const int lane = v * S::kLane + l;
+        alibi[l] = p.alibi.slopes[batch * p.alibi.batch + panel.head[lane]];
+        distance[l] = static_cast<Acc>(panel.position[lane] + mask.k_len - mask.q_len - key);
+      }
+    }
+    Acc* at = scores + v * S::kLane;
+    for (int r = 0; r < keys; ++r, at += S::kPanel) {
+      V s = load<V>(at);
+      if (p.softcap > 0) {
+        const V t = vtanh(s * static_cast<Acc>(1 / p.softcap));
+        s = t * static_cast<Acc>(p.softcap);
+        if (slope != nullptr) store(slope + (at - scores), static_cast<Acc>(1) - t * t);
+      }
+      if (p.alibi.slopes != nullptr) {
+        const V away = distance - static_cast<Acc>(r);
+        s -= alibi * (away < 0 ? -away : away);
+      }
+      if (p.bias.ptr != nullptr) s += load<V>(tile.transposed + (at - scores));
+      store(at, s * static_cast<Acc>(kLog2e));
+    }
+  }
+}
+
+// ---- mask
+
+// -inf wherever a lane does not see the key: keys [key, key + keys) of which [span.begin, span.end)
+// may be seen. `missing` (null: none is) says of each key whether its page does not exist.
+template <class Arch, class Number>
+void apply_mask(typename Number::Acc* scores,
+                const Mask& mask,
+                const Panel<Arch, Number>& panel,
+                const KeySpan& span,
+                const uint8_t* missing,
+                int key,
+                int keys) {
+  using Acc = typename Number::Acc;
+  using S = Shape<Arch, Number>;
+  using V = typename S::V;
+  using I = Vec<Int<Acc>, Arch>;
+  const V hidden = splat<V>(-std::numeric_limits<Acc>::infinity());
+  for (int r = 0; r < keys; ++r) {
+    const int j = key + r;
+    Acc* at = scores + int64_t{r} * S::kPanel;
+    const bool dead = j < span.begin || j >= span.end || (missing != nullptr && missing[r]);
+    const int low = dead ? 1 : mask.first_query(j), high = dead ? 0 : mask.end_query(j);
+    if (low <= panel.first && high > panel.last) continue;
+    for (int v = 0; v < Arch::kVectors; ++v) {
+      const I i = load<I>(panel.position + v * S::kLane);
+      const V s = load<V>(at + v * S::kLane);
+      store(at + v * S::kLane, (i >= low) & (i < high) ? s : hidden);
+    }
+  }
+}
+
+}  // namespace flash_attn::cpu

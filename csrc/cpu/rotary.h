@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Rotary position embedding of one row of one head, and of whole tensors (rotary.cpp).
+//
+// The first 2 * half elements of a row are `half` pairs; pair c at position t is turned by the
+// angle whose cosine and sine are cos[t][c], sin[t][c]. Pairs are elements (c, c + half) or,
+// interleaved, (2c, 2c + 1). Arithmetic in fp32, with fp64 rows fp64. Whoever calls has checked
+// that positions lie in the tables.
+#pragma once
+
+#include <type_traits>
+
+#include "cpu/simd.h"
+#include "plan/kernel_list.h"
+
+namespace flash_attn::cpu {
+
+struct RotaryTables {
+  const void *cos = nullptr, *sin = nullptr;  // (positions, half); null: no rotation
+  int64_t cos_row = 0, sin_row = 0;           // strides
+  int half = 0;
+  DType dtype = DType::kF32;  // of the tables
+  uint8_t interleaved = 0;
+};
+
+struct RotaryParams {
+  TensorRef x, out;  // (batch, seqlen, heads, head_dim)
+  int batch = 0, seqlen = 0, heads = 0, head_dim = 0;
+  DType dtype = DType::kF32;
+  const int32_t* offsets = nullptr;  // (batch,)
+  uint8_t per_row = 0;               // row i stands at offsets[b] + i, else at offsets[b]
+  RotaryTables tables;
+};
+
+void rotary(const RotaryParams& params, int workers, ParallelFor parallel_for);
+
+template <class Elem>
+using RotaryAcc = std::conditional_t<std::is_same_v<Elem, double>, double, float>;
+
+// `buffer`: room for 2 * half values, filled with cos and then sin of a position.
+template <class Acc>
+void load_angles(Acc* buffer, const RotaryTables& t, int64_t position) {
+  const auto widen_row = [&](Acc* dst, const void* table, int64_t row) {
+    const int64_t at = position * row;
+    for (int c = 0; c < t.half; ++c) {
+      switch (t.dtype) {
+        case DType::kF64:
+          dst[c] = static_cast<Acc>(static_cast<const double*>(table)[at + c]);
+          break;
+        case DType::kF32: dst[c] = static_cast<const float*>(table)[at + c]; break;
+        case DType::kF16: dst[c] = to_float(static_cast<const Half*>(table)[at + c]); break;
+        case DType::kBF16: dst[c] = to_float(static_cast<const BFloat*>(table)[at + c]); break;
+      }
+    }
+  };
+  widen_row(buffer, t.cos, t.cos_row);
+  widen_row(buffer + t.half, t.sin, t.sin_row);
+}
+
+// src (dim,) -> dst (dim values, `stride` apart). `angles` as load_angles left them.
+template <class Elem, class Acc>
+void rotate_row(
+    Elem* dst, int64_t stride, const Elem* src, int dim, const RotaryTables& t, const Acc* angles) {
+  const Acc *cos = angles, *sin = angles + t.half;
+  const int next = t.interleaved ? 1 : t.half, step = t.interleaved ? 2 : 1;
+  for (int c = 0; c < t.half; ++c) {
+    const int first = c * step, second = first + next;
+    const Acc a = to_float(src[first]), b = to_float(src[second]);
+    dst[first * stride] = narrow<Elem>(a * cos[c] - b * sin[c]);
+    dst[second * stride] = narrow<Elem>(a * sin[c] + b * cos[c]);
+  }
+  for (int c = 2 * t.half; c < dim; ++c) {
+    dst[c * stride] = src[c];
+  }
+}
+
+// Calls body(Elem{}) with the storage type of a dtype.
+template <class Body>
+void with_element(DType dtype, const Body& body) {
+  switch (dtype) {
+    case DType::kF64: body(double{}); break;
+    case DType::kF32: body(float{}); break;
+    case DType::kF16: body(Half{}); break;
+    case DType::kBF16: body(BFloat{}); break;
+  }
+}
+
+// Work of `rows` equal rows of `values` elements, cut for as many workers as it is worth: starting
+// a thread costs about what 16,384 elements do.
+inline int useful_workers(int64_t rows, int64_t values, int workers) {
+  const int64_t worth = rows * values / 16384;
+  return static_cast<int>(worth < 1 ? 1 : worth < workers ? worth : workers);
+}
+
+// The rows of worker w.
+struct RowRange {
+  int64_t begin, end;
+};
+inline RowRange rows_of_worker(int64_t rows, int workers, int w) {
+  return {rows * w / workers, rows * (w + 1) / workers};
+}
+
+}  // namespace flash_attn::cpu

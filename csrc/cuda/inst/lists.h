@@ -1,0 +1,11 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The lists that the .cu files of this folder define and rows.cpp puts into one table.
+#pragma once
+
+#include "plan/kernel_list.h"
+
+namespace flash_attn {
+
+extern const KernelList kSupport;
+
+}  // namespace flash_attn

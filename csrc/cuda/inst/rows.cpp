@@ -1,0 +1,13 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The CUDA library's kernel table, newest architecture first: the planner takes the first row that
+// fits.
+#include <iterator>
+
+#include "cuda/inst/lists.h"
+
+namespace flash_attn {
+
+static const KernelList* const kLists[] = {&kSupport};
+const KernelTable kCudaTable = {kLists, std::size(kLists)};
+
+}  // namespace flash_attn

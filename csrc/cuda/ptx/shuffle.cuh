@@ -1,0 +1,19 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Exchange of registers inside a warp. One instruction a function.
+#pragma once
+
+#include <cuda_runtime.h>
+
+namespace flash_attn::ptx {
+
+// shfl.sync.bfly, "Data Movement and Conversion Instructions: shfl.sync". The value of lane
+// (own lane ^ mask). All 32 lanes must call.
+__device__ __forceinline__ float shuffle_xor(float value, int mask) {
+  float r;
+  asm volatile("shfl.sync.bfly.b32 %0, %1, %2, 0x1f, 0xffffffff;"
+               : "=f"(r)
+               : "f"(value), "r"(mask));
+  return r;
+}
+
+}  // namespace flash_attn::ptx

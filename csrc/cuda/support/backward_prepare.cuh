@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// delta = rowsum(out * dout), in fp32: what the backward pass subtracts from dP. Reads out and dout
+// once, so memory bandwidth is its speed.
+//
+//   grid   one block takes kRowsPerLane * kThreads / lanes query rows of one (batch, head); the
+//   head is
+//          the fastest part of blockIdx.x, so that blocks side by side read memory side by side
+//   block  `lanes` neighbouring threads (2^n, at most a warp) share a row; every thread keeps the
+//   loads
+//          of kRowsPerLane rows in flight
+//   loads  16 bytes a thread where rows are so aligned, else element by element
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "core/params.h"
+#include "cuda/launch.h"
+#include "cuda/ptx/load.cuh"
+#include "cuda/ptx/shuffle.cuh"
+#include "cuda/tile/element.cuh"
+#include "plan/kernel_list.h"
+
+namespace flash_attn {
+
+constexpr int kDeltaThreads = 128;
+constexpr int kDeltaRowsPerLane = 4;
+
+// kVec neighbouring elements; with kVec > 1 they are 16 bytes, 16-byte aligned.
+template <class Element, int kVec>
+struct Packet {
+  Element at[kVec];
+
+  __device__ __forceinline__ void load(const Element* address) {
+    if constexpr (kVec == 1) {
+      at[0] = *address;
+    } else {
+      static_assert(sizeof(at) == sizeof(uint4), "a packet is one 16-byte load");
+      const uint4 bits = ptx::load_once_16(address);
+      memcpy(at, &bits, sizeof(at));
+    }
+  }
+};
+
+// delta: (batch, heads_q, rows), contiguous. Packed inputs come as one batch of all rows.
+template <class Element, int kVec>
+__global__ void __launch_bounds__(kDeltaThreads) delta_kernel(
+    const __grid_constant__ AttnParams params, int64_t rows, int row_blocks, int lanes) {
+  const int head = blockIdx.x % params.heads_q;
+  const int batch = blockIdx.x / params.heads_q / row_blocks;
+  const int row_block = blockIdx.x / params.heads_q % row_blocks;
+  const int groups = kDeltaThreads / lanes;
+  const int64_t first = int64_t(row_block) * groups * kDeltaRowsPerLane + threadIdx.x / lanes;
+  const int lane = threadIdx.x % lanes;
+
+  const TensorRef& out = params.out;
+  const TensorRef& dout = params.grad.dout;
+  const Element* out_ptr =
+      static_cast<const Element*>(out.ptr) + batch * out.batch + head * out.head;
+  const Element* dout_ptr =
+      static_cast<const Element*>(dout.ptr) + batch * dout.batch + head * dout.head;
+
+  float sum[kDeltaRowsPerLane] = {};
+  for (int d = lane * kVec; d < params.head_dim_v; d += lanes * kVec) {
+    Packet<Element, kVec> a[kDeltaRowsPerLane], b[kDeltaRowsPerLane];
+#pragma unroll
+    for (int r = 0; r < kDeltaRowsPerLane; ++r) {
+      const int64_t row = min_of(first + r * groups, rows - 1);  // past the end: read, not stored
+      a[r].load(out_ptr + row * out.row + d);
+      b[r].load(dout_ptr + row * dout.row + d);
+    }
+#pragma unroll
+    for (int r = 0; r < kDeltaRowsPerLane; ++r) {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        sum[r] = fmaf(to_float(a[r].at[i]), to_float(b[r].at[i]), sum[r]);
+      }
+    }
+  }
+
+  float* delta =
+      static_cast<float*>(params.grad.delta) + (int64_t(batch) * params.heads_q + head) * rows;
+#pragma unroll
+  for (int r = 0; r < kDeltaRowsPerLane; ++r) {
+    for (int mask = lanes / 2; mask > 0; mask /= 2) {
+      sum[r] += ptx::shuffle_xor(sum[r], mask);
+    }
+    const int64_t row = first + r * groups;
+    if (lane == 0 && row < rows) delta[row] = sum[r];
+  }
+}
+
+// Whether every row of a tensor begins at a multiple of 16 bytes.
+inline bool rows_aligned(const TensorRef& t, int element_bytes) {
+  const int64_t bytes = (t.batch | t.row | t.head) * element_bytes;
+  return (reinterpret_cast<uintptr_t>(t.ptr) | static_cast<uintptr_t>(bytes)) % 16 == 0;
+}
+
+template <class Element, int kVec>
+cudaError_t launch_delta_packets(const AttnParams& params, cudaStream_t stream) {
+  const bool packed = params.seq_q.cu_seqlens != nullptr;
+  const int64_t rows = packed ? params.seq_q.total : params.seqlen_q;
+  const int64_t batches = packed ? 1 : params.batch;
+  int lanes = 1;
+  while (lanes < 32 && lanes * kVec < params.head_dim_v)
+    lanes *= 2;
+  const int64_t rows_per_block = kDeltaThreads / lanes * kDeltaRowsPerLane;
+  const int64_t row_blocks = ceil_div(rows, rows_per_block);
+  const int64_t blocks = batches * params.heads_q * row_blocks;
+  if (blocks == 0) return cudaSuccess;
+  return launch(delta_kernel<Element, kVec>, blocks, kDeltaThreads, stream, params, rows,
+                static_cast<int>(row_blocks), lanes);
+}
+
+template <class Element>
+int launch_delta(const AttnParams& params, const Plan&, void*, void* stream) {
+  constexpr int kVec = 16 / sizeof(Element);
+  const bool vector = params.head_dim_v % kVec == 0 && rows_aligned(params.out, sizeof(Element)) &&
+                      rows_aligned(params.grad.dout, sizeof(Element));
+  cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
+  return vector ? launch_delta_packets<Element, kVec>(params, cuda_stream)
+                : launch_delta_packets<Element, 1>(params, cuda_stream);
+}
+
+template <class Element>
+constexpr KernelRow delta_row(const char* name) {
+  KernelRow row = {};
+  row.name = name;
+  row.family = "support";
+  row.pass = Pass::kDelta;
+  row.arch = 75;
+  row.dtype = ElementTraits<Element>::kDType;
+  row.cuda = launch_delta<Element>;
+  return row;
+}
+
+}  // namespace flash_attn

@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The one table of compiled kernels. Rows live in the library that holds the kernels; the planner
+// walks them from the newest architecture to the oldest and takes the first that fits (plan/select.h).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/params.h"
+#include "plan/device.h"
+
+namespace flash_attn {
+
+struct Plan;
+
+enum class Pass : uint8_t { kForward, kBackward, kDelta };
+enum class Score : uint8_t { kPlain, kGeneral };  // kGeneral: softcap, bias, ALiBi, dropout as well
+
+// Runs body(worker) for worker in [0, workers), side by side where it can. `body` must not throw.
+using ParallelFor = void (*)(int workers, void (*body)(int worker, void* context), void* context);
+
+using CpuLaunch = void (*)(const AttnParams&, const Plan&, void* workspace, ParallelFor);
+// Returns a cudaError_t as int; `stream` is a cudaStream_t.
+using CudaLaunch = int (*)(const AttnParams&, const Plan&, void* workspace, void* stream);
+
+struct KernelRow {
+  const char* name;     // family, pass and dtype: "cpu_avx512_forward_f32"
+  const char* family;   // what `backend=` names: "cpu", "sm80", "sm90"
+  Pass pass;
+  int arch;             // lowest compute capability * 10 it runs on; 0 is the CPU
+  uint32_t isa;         // CPU features it needs
+  DType dtype;
+  int head_dim, head_dim_v;  // largest it takes; 0 is any
+  Score score;
+  int block_m, block_n;      // queries and keys of a tile
+  int64_t (*worker_bytes)(const AttnParams&, int block_m, int block_n);  // CPU scratch of one worker
+  int64_t (*shared_bytes)(const AttnParams&, int block_m, int num_splits);  // and of all together
+  CpuLaunch cpu;
+  CudaLaunch cuda;
+};
+
+struct KernelList {
+  const KernelRow* rows;
+  size_t size;
+};
+
+// What a library's module hands out as the capsule "flash_attn.kernel_rows".
+struct KernelTable {
+  const KernelList* const* lists;
+  size_t size;
+};
+extern const KernelTable kCpuTable;   // csrc/cpu/rows.cpp, in _C_cpu
+extern const KernelTable kCudaTable;  // csrc/cuda/inst/rows.cpp, in _C_cuda
+
+constexpr const char* kKernelTableCapsule = "flash_attn.kernel_rows";
+
+}  // namespace flash_attn

@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Which row of a kernel table serves a problem: the first that fits. A table lists its rows from
+// the most to the least specialised (newest architecture, widest instruction set first).
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "plan/kernel_list.h"
+
+namespace flash_attn {
+
+// Null when no row fits. `family`: null or empty for any. Allocates nothing: it runs on every call.
+const KernelRow* select_row(const AttnParams& params,
+                            Pass pass,
+                            const DeviceInfo& device,
+                            const KernelTable& table,
+                            const char* family);
+
+// Why each row of this pass that select_row passes over, or would not have reached, is not taken:
+// "sm90_forward_bf16_d128: takes head_dim up to 128, got 160". One line when the table has no row
+// of the pass at all.
+std::vector<std::string> row_reasons(const AttnParams& params,
+                                     Pass pass,
+                                     const DeviceInfo& device,
+                                     const KernelTable& table,
+                                     const char* family);
+
+const char* pass_name(Pass pass);    // "forward", "backward", "delta"
+const char* dtype_name(DType type);  // "float16", …, as torch calls them
+
+}  // namespace flash_attn

@@ -1,0 +1,26 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Into how many slices of the key range a problem is cut, so that all workers have something to do,
+// and what the slices share. Numbers of the host only: lengths that lie on a device are never read,
+// so these are the bounds (seqlen_q, seqlen_k).
+#pragma once
+
+#include "plan/device.h"
+#include "plan/kernel_list.h"
+
+namespace flash_attn {
+
+// Independent pieces of work that there are without splitting. CPU forward: a tile of block_m rows
+// of a key head's query heads together, with a block mask of one query head. CPU backward: a
+// (batch, key head), which owns that head's dk and dv.
+int64_t forward_tasks(const AttnParams& params, int block_m);
+int64_t backward_tasks(const AttnParams& params);
+
+// Slices for `tasks` equal pieces over `workers`, each cut into at most `most`. Least time where a
+// slice costs its share and each further slice a little for merging; 1 once there are twice as many
+// pieces as workers, since the rest that the last round leaves idle is then small.
+int balanced_splits(int64_t tasks, int workers, int64_t most);
+
+int forward_splits(const AttnParams& params, int block_m, int block_n, const DeviceInfo& device);
+int backward_splits(const AttnParams& params, int block_n, const DeviceInfo& device);
+
+}  // namespace flash_attn

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Exact attention in linear memory, on CPUs and GPUs, behind FlashAttention 2's functions."""
+
+import pkgutil
+
+__path__ = pkgutil.extend_path(__path__, __name__)
+__version__ = "2.8.3"
+
+from .explain import check, explain
+from .interface import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
+)
+from .masks import BlockMask
+
+__all__ = [
+    "BlockMask",
+    "check",
+    "explain",
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+]

@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Differentiation. One backward, `_gradients`, behind three front doors that `attend` chooses from:
+
+    the bare operator    nothing needs a gradient; or torch.compile is tracing (the operator has
+                         register_autograd and a vmap rule of its own)
+    EagerAttention       plain eager mode: the combined forward(ctx, ...) form, the cheap one
+    FunctorchAttention   under vmap, grad, jvp transforms: setup_context and a vmap rule
+
+Saved for the backward pass are the inputs, out, lse and the dropout seed: nothing of size seqlen_q x
+seqlen_k. Argument orders are those of the operators (csrc/torch/schema.cpp).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from . import _ops
+from ._ops import call
+
+# Positions of the differentiable inputs among the arguments of the operator `forward`, and their number.
+_DIFFERENTIABLE = (0, 1, 2, 9, 10, 11)
+_NUM_FORWARD = 26
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    seqused_k: Tensor | None,
+    leftpad_k: Tensor | None,
+    cache_batch_idx: Tensor | None,
+    block_table: Tensor | None,
+    bias: Tensor | None,
+    slopes: Tensor | None,
+    sinks: Tensor | None,
+    *rest,
+) -> tuple[Tensor, Tensor]:
+    """The operator `forward`, differentiable. Takes its arguments in its order; returns (out, lse)."""
+    arguments = (
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        seqused_k,
+        leftpad_k,
+        cache_batch_idx,
+        block_table,
+        bias,
+        slopes,
+        sinks,
+        *rest,
+    )
+    if torch.compiler.is_compiling():
+        return _ops.forward(*arguments)
+    if torch._C._are_functorch_transforms_active():
+        return FunctorchAttention.apply(*arguments)
+    if (
+        torch.is_grad_enabled()
+        and (
+            q.requires_grad
+            or k.requires_grad
+            or v.requires_grad
+            or (bias is not None and bias.requires_grad)
+            or (slopes is not None and slopes.requires_grad)
+            or (sinks is not None and sinks.requires_grad)
+        )
+    ) or forward_ad._current_level >= 0:
+        lengths = (cu_seqlens_q, cu_seqlens_k, seqused_k)
+        return _apply_eager(q, k, v, bias, slopes, sinks, lengths, rest, arguments)
+    return call(_ops.forward, *arguments)
+
+
+def _gradients(run, needs, dout, dlse, q, k, v, out, lse, lengths, bias, slopes, sinks, rest):
+    """The backward pass; `run` calls the operator `backward`. Returns gradients or None for each of
+    q, k, v, bias, slopes, sinks.
+
+    needs: six bools. lengths: (cu_seqlens_q, cu_seqlens_k, seqused_k). rest: what follows sinks in the
+    operator `forward`.
+    """
+    bits = sum(bool(need) << bit for bit, need in enumerate(needs))
+    if dout is None:
+        dout = torch.zeros_like(out)
+    elif dout.stride(-1) != 1:
+        dout = dout.contiguous()
+    *options, family = rest
+    grads = run(
+        dout, dlse, q, k, v, out, lse, *lengths, bias, slopes, sinks, *options, bits, family
+    )
+    inputs = (q, k, v, bias, slopes, sinks)
+    # The operator accumulates dbias in fp32; the user's bias may be narrower.
+    return tuple(
+        grad.to(x.dtype) if need else None
+        for grad, x, need in zip(grads, inputs, needs, strict=True)
+    )
+
+
+def _call_backward(*arguments):
+    return call(_ops.backward, *arguments)
+
+
+def _refuse_jvp():
+    raise NotImplementedError(
+        "flash_attn: forward-mode differentiation (jvp) is not implemented; backend=\"reference\" has it"
+    )
+
+
+def _refuse_double_backward():
+    raise NotImplementedError(
+        "flash_attn: double backward is not implemented; backend=\"reference\" is differentiable twice"
+    )
+
+
+class EagerAttention(torch.autograd.Function):
+    """Plain eager mode. `arguments` is the whole call; the inputs before it are there to be tracked."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, bias, slopes, sinks, lengths, rest, arguments):
+        out, lse = call(_ops.forward, *arguments)
+        ctx.save_for_backward(q, k, v, out, lse, *lengths, bias, slopes, sinks, *rest[:5])
+        ctx.options = rest[5:]
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        q, k, v, out, lse, cu_q, cu_k, used, bias, slopes, sinks, *lists = ctx.saved_tensors
+        # In grad mode somebody may differentiate the gradients: they must not come out as constants.
+        run = BackwardOperator.apply if torch.is_grad_enabled() else _call_backward
+        grads = _gradients(
+            run,
+            ctx.needs_input_grad[:6],
+            dout,
+            dlse,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            (cu_q, cu_k, used),
+            bias,
+            slopes,
+            sinks,
+            (*lists, *ctx.options),
+        )
+        return (*grads, None, None, None)
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        _refuse_jvp()
+
+
+# Function.apply below its Python part, which only serves functorch, and costs 2 us of 7.
+_apply_eager = super(torch.autograd.Function, EagerAttention).apply
+
+
+# ---- the registered backward of the operator, shared with FunctorchAttention
+
+
+def _setup_context(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:6], *inputs[9:17], *output)
+    ctx.options = inputs[17:]
+    ctx.has_backward = all(x is None for x in inputs[6:9])
+
+
+def _backward(ctx, dout, dlse, run):
+    if not ctx.has_backward:
+        raise NotImplementedError(
+            "flash_attn: leftpad_k, cache_batch_idx and block_table have no backward; call under "
+            "torch.no_grad()"
+        )
+    q, k, v, cu_q, cu_k, used, bias, slopes, sinks, *lists, out, lse = ctx.saved_tensors
+    lengths = cu_q, cu_k, used
+    needs = [ctx.needs_input_grad[position] for position in _DIFFERENTIABLE]
+    rest = (*lists, *ctx.options)
+    grads = _gradients(run, needs, dout, dlse, q, k, v, out, lse, lengths, bias, slopes, sinks, rest)
+    result = [None] * _NUM_FORWARD
+    for position, grad in zip(_DIFFERENTIABLE, grads, strict=True):
+        result[position] = grad
+    return tuple(result)
+
+
+class FunctorchAttention(torch.autograd.Function):
+    """Under torch.func transforms and torch.vmap."""
+
+    @staticmethod
+    def forward(*arguments):
+        return call(_ops.forward, *arguments)
+
+    setup_context = staticmethod(_setup_context)
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        return _backward(ctx, dout, dlse, BackwardOperator.apply)
+
+    @staticmethod
+    def vmap(info, in_dims, *arguments):
+        return _vmap_forward(FunctorchAttention.apply, info.batch_size, in_dims, arguments)
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        _refuse_jvp()
+
+
+class BackwardOperator(torch.autograd.Function):
+    """The operator `backward` where its results may be transformed or differentiated again."""
+
+    @staticmethod
+    def forward(*arguments):
+        return call(_ops.backward, *arguments)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        return None
+
+    @staticmethod
+    def backward(ctx, *grads):
+        _refuse_double_backward()
+
+    @staticmethod
+    def vmap(info, in_dims, *arguments):
+        return _vmap_backward(BackwardOperator.apply, info.batch_size, in_dims, arguments)
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        _refuse_jvp()
+
+
+def _register() -> None:
+    """Autograd and vmap rules of the operators themselves: for compile, export and direct callers."""
+    torch.library.register_autograd(
+        "flash_attn::forward",
+        lambda ctx, dout, dlse: _backward(ctx, dout, dlse, _ops.backward),
+        setup_context=_setup_context,
+    )
+    torch.library.register_autograd(
+        "flash_attn::backward",
+        lambda ctx, *grads: _refuse_double_backward(),
+        setup_context=lambda ctx, inputs, output: None,
+    )
+    for name in ("delta", "rotary"):
+        torch.library.register_autograd(
+            f"flash_attn::{name}",
+            lambda ctx, *grads, name=name: _no_gradient(name),
+            setup_context=lambda ctx, inputs, output: None,
+        )
+    torch.library.register_vmap(
+        "flash_attn::forward",
+        lambda info, in_dims, *arguments: _vmap_forward(
+            _ops.forward, info.batch_size, in_dims, arguments
+        ),
+    )
+    torch.library.register_vmap(
+        "flash_attn::backward",
+        lambda info, in_dims, *arguments: _vmap_backward(
+            _ops.backward, info.batch_size, in_dims, arguments
+        ),
+    )
+
+
+def _no_gradient(name):
+    raise NotImplementedError(f"flash_attn: the operator `{name}` has no backward")
+
+
+# ---- vmap: the mapped dimension becomes part of the batch where that means the same
+
+
+def _vmap_forward(apply, size: int, in_dims, arguments):
+    lengths, bias, slopes, sinks, *rest = arguments[3:9], *arguments[9:17]
+    if not _foldable(lengths, bias, slopes, rest, in_dims[9:17]):
+        return _vmap_loop(apply, size, in_dims, arguments)
+    folded = (_fold(x, dim, size) for x, dim in zip(arguments[:3], in_dims[:3], strict=True))
+    return tuple(_unfold(x, size) for x in apply(*folded, *arguments[3:])), (0, 0)
+
+
+def _vmap_backward(apply, size: int, in_dims, arguments):
+    needs = arguments[-2]
+    lengths, bias, slopes, sinks, *rest = arguments[7:10], *arguments[10:18]
+    # Gradients of what the batch entries share would have to be kept apart: the loop does that.
+    if needs & ~7 or not _foldable(lengths, bias, slopes, rest, in_dims[10:18]):
+        return _vmap_loop(apply, size, in_dims, arguments)
+    folded = (_fold(x, dim, size) for x, dim in zip(arguments[:7], in_dims[:7], strict=True))
+    grads = apply(*folded, *arguments[7:])
+    wanted = [bool(needs >> bit & 1) for bit in range(6)]
+    return tuple(
+        _unfold(grad, size) if want else grad for grad, want in zip(grads, wanted, strict=True)
+    ), tuple(0 if want else None for want in wanted)
+
+
+def _foldable(lengths, bias, slopes, rest, in_dims) -> bool:
+    """Dense, without dropout, and nothing but q, k, v (and what belongs to them) depends on the batch.
+
+    rest: block_counts, block_index, their transposes, philox. in_dims: of bias and all after it.
+    """
+    *lists, philox = rest
+    return (
+        all(x is None for x in (*lengths, philox))
+        and all(dim is None for dim in in_dims)
+        and all(x is None or x.shape[0] == 1 for x in (bias, *lists))
+        and (slopes is None or slopes.dim() == 1)
+    )
+
+
+def _fold(x: Tensor | None, dim: int | None, size: int) -> Tensor | None:
+    if x is None:
+        return None
+    x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+    return x.flatten(0, 1)
+
+
+def _unfold(x: Tensor, size: int) -> Tensor:
+    return x.unflatten(0, (size, x.shape[0] // size))
+
+
+def _vmap_loop(apply, size: int, in_dims, arguments):
+    """One call for each entry of the mapped dimension."""
+    calls = [
+        apply(*(x if dim is None else x.select(dim, i) for x, dim in zip(arguments, in_dims, strict=True)))
+        for i in range(size)
+    ]
+    outputs = tuple(torch.stack(parts) for parts in zip(*calls, strict=True))
+    return outputs, (0,) * len(outputs)
+
+
+_register()

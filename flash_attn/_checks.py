@@ -1,0 +1,378 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Refuses bad arguments before anything runs, each with its name, what came and what is allowed.
+
+TypeError for dtypes and kinds, ValueError for shapes and values, NotImplementedError for features. Only
+what the host knows is looked at: shapes and dtypes, never the contents of a tensor. `inputs` runs at every
+call and is kept cheap; the others run only for arguments that were given.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from .masks import BlockMask
+
+DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+# The operators' `family`; the reference is no family of kernels.
+FAMILIES = {None: 0, "cpu": 1, "sm80": 2, "sm90": 3, "reference": -1}
+REFERENCE = FAMILIES["reference"]
+# What os.environ keeps inside: looking there costs a tenth of os.environ.get, and every call looks.
+_ENVIRONMENT = os.environ._data
+_BACKEND_KEY = os.environ.encodekey("FLASH_ATTN_BACKEND")
+# No sequence is as long: a window beyond it is unlimited, and positions plus windows fit 32 bits.
+LONGEST = 1 << 30
+
+
+def shape_error(message: str) -> NoReturn:
+    raise ValueError(f"flash_attn: {message}")
+
+
+def shape(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape)
+
+
+# ---- q, k, v
+
+
+def inputs(
+    q: Tensor, k: Tensor, v: Tensor, packed_q: bool, packed_k: bool, paged: bool, cast: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Checks what must agree; returns q, k, v as the kernels take them.
+
+    Under torch.autocast that is in its dtype if `cast` (fp64 stays, as everywhere in torch), and always
+    with a contiguous last dimension. One function for all of it: each call of another would show on tiny tensors.
+    """
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        kind_error(("q", q), ("k", k), ("v", v))
+    device, dtype = q.device, q.dtype
+    if cast and autocast(device):
+        q, k, v = _autocast(q, k, v)
+        dtype = q.dtype
+    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
+    rank_k = 3 if packed_k else 4
+    if len(q_shape) != (3 if packed_q else 4) or len(k_shape) != rank_k or len(v_shape) != rank_k:
+        _rank_error(q, k, v, packed_q, packed_k, paged)
+    if k.dtype is not dtype or v.dtype is not dtype or dtype not in DTYPES:
+        _dtype_error(q, k, v)
+    if k.device != device or v.device != device:
+        shape_error(f"q, k and v must be on one device, got {device}, {k.device} and {v.device}")
+    head_dim, heads, heads_k = q_shape[-1], q_shape[-2], k_shape[-2]
+    if k_shape[-1] != head_dim or head_dim < 1 or v_shape[-1] < 1:
+        _head_dim_error(q, k, v)
+    # By index: slices of a torch.Size cost more than all of these.
+    if v_shape[-2] != heads_k or v_shape[0] != k_shape[0] or v_shape[1] != k_shape[1]:
+        shape_error(
+            "k and v must agree in all but head_dim (batch, seqlen_k, num_heads_k), got "
+            f"{shape(k)} and {shape(v)}"
+        )
+    if heads != heads_k and (heads_k == 0 or heads % heads_k):
+        shape_error(
+            f"num_heads must be a multiple of num_heads_k, got {heads} and {heads_k} "
+            "(q.shape[-2], k.shape[-2])"
+        )
+    if q.stride(-1) != 1:
+        q = q.contiguous()
+    if k.stride(-1) != 1:
+        k = k.contiguous()
+    if v.stride(-1) != 1:
+        v = v.contiguous()
+    return q, k, v
+
+
+def autocast(device: torch.device) -> bool:
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
+
+
+def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    dtype = torch.get_autocast_dtype(q.device.type)
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+
+
+def same_batch(q: Tensor, k: Tensor) -> None:
+    if q.shape[0] != k.shape[0]:
+        shape_error(f"q and k must have one batch size, got {q.shape[0]} and {k.shape[0]} (shape[0])")
+
+
+def kind_error(*named: tuple[str, object]) -> NoReturn:
+    for name, value in named:
+        if not isinstance(value, Tensor):
+            raise TypeError(f"flash_attn: {name} must be a torch.Tensor, got {type(value).__name__}")
+    raise AssertionError("unreachable: all are tensors")
+
+
+def _rank_error(q, k, v, packed_q: bool, packed_k: bool, paged: bool) -> NoReturn:
+    dense, packed = "(batch, seqlen, num_heads, head_dim)", "(total, num_heads, head_dim)"
+    pages = "(num_pages, page_size, num_heads_k, head_dim)"
+    layout_k = packed if packed_k else pages if paged else dense
+    for name, tensor, layout in (
+        ("q", q, packed if packed_q else dense),
+        ("k", k, layout_k),
+        ("v", v, layout_k),
+    ):
+        if tensor.dim() != layout.count(",") + 1:
+            shape_error(f"{name} must have shape {layout}, got {shape(tensor)}")
+    raise AssertionError("unreachable: all ranks are right")
+
+
+def _dtype_error(q, k, v) -> NoReturn:
+    if q.dtype != k.dtype or q.dtype != v.dtype:
+        raise TypeError(
+            f"flash_attn: q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}; "
+            "torch.autocast casts them"
+        )
+    raise TypeError(
+        f"flash_attn: q, k and v must be float16, bfloat16, float32 or float64, got {q.dtype}"
+    )
+
+
+def _head_dim_error(q, k, v) -> NoReturn:
+    if q.shape[-1] != k.shape[-1]:
+        shape_error(
+            f"q and k must have one head_dim, got {q.shape[-1]} and {k.shape[-1]} (q.shape[-1], k.shape[-1])"
+        )
+    shape_error(
+        f"head_dim and head_dim_v must be at least 1, got {q.shape[-1]} and {v.shape[-1]} "
+        "(q.shape[-1], v.shape[-1])"
+    )
+
+
+# ---- numbers
+
+
+def real(name: str, value, allowed: str) -> float:
+    """A finite Python number; a 0-d CPU tensor is accepted."""
+    if isinstance(value, Tensor) and value.dim() == 0 and value.device.type == "cpu":
+        value = value.item()
+    if isinstance(value, (bool, complex)) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+        found = f"a tensor of shape {shape(value)}" if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"flash_attn: {name} must be {allowed}, got {found}")
+    if not -math.inf < value < math.inf:
+        shape_error(f"{name} must be {allowed}, got {value}")
+    return float(value)
+
+
+def scale(value) -> float:
+    return real("softmax_scale", value, "a finite number")
+
+
+def softcap(value) -> float:
+    allowed = "a finite number >= 0 (0 is off)"
+    number = real("softcap", value, allowed)
+    if number < 0:
+        shape_error(f"softcap must be {allowed}, got {value}")
+    return number
+
+
+def dropout(value) -> float:
+    allowed = "a number with 0 <= dropout_p < 1"
+    number = real("dropout_p", value, allowed)
+    if not 0 <= number < 1:
+        shape_error(f"dropout_p must be {allowed}, got {value}")
+    return number
+
+
+def window(value) -> tuple[int, int]:
+    """(left, right) of a tuple, a list or a CPU integer tensor."""
+    if isinstance(value, Tensor):
+        if value.device.type != "cpu" or value.is_floating_point() or value.dtype == torch.bool:
+            raise TypeError(
+                "flash_attn: window_size as a tensor must hold integers on the CPU, got "
+                f"{value.dtype} on {value.device}"
+            )
+        pair = value.tolist()
+    else:
+        pair = value
+    if not isinstance(pair, (tuple, list)):
+        raise TypeError(
+            "flash_attn: window_size must be a tuple, a list or a CPU integer tensor of two ints, got "
+            f"{type(value).__name__}"
+        )
+    if len(pair) != 2:
+        shape_error(f"window_size must hold two ints (left, right), got {len(pair)} values")
+    for side in pair:
+        if isinstance(side, bool) or not isinstance(side, (int, torch.SymInt)):
+            raise TypeError(
+                f"flash_attn: window_size must hold ints, -1 for unlimited, got {type(side).__name__}"
+            )
+        if side < -1:
+            shape_error(
+                "window_size must hold ints >= 0, or -1 for unlimited on that side, "
+                f"got {tuple(int(x) for x in pair)}"
+            )
+    left, right = pair
+    return (-1 if left > LONGEST else left), (-1 if right > LONGEST else right)
+
+
+def family(backend: str | None) -> int:
+    """The operators' number of a backend; unset, FLASH_ATTN_BACKEND decides."""
+    source = "backend"
+    if backend is None:
+        if _BACKEND_KEY not in _ENVIRONMENT:
+            return 0
+        backend = os.environ.get("FLASH_ATTN_BACKEND") or None
+        source = "FLASH_ATTN_BACKEND"
+    if not isinstance(backend, str):
+        raise TypeError(f"flash_attn: backend must be a str or None, got {type(backend).__name__}")
+    if backend not in FAMILIES:
+        names = ", ".join(repr(name) for name in FAMILIES if name)
+        shape_error(f"{source} must be one of {names}, or None, got {backend!r}")
+    return FAMILIES[backend]
+
+
+# ---- tensors that may be given
+
+
+def _optional(name: str, tensor, q: Tensor, *dtypes: torch.dtype) -> None:
+    """Kind, dtype and device."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"flash_attn: {name} must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.dtype not in dtypes:
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(dtypes))
+        raise TypeError(f"flash_attn: {name} must be {names}, got {tensor.dtype}")
+    if tensor.device != q.device:
+        shape_error(f"{name} must be on q's device, {q.device}, got {tensor.device}")
+
+
+def slopes(tensor, q: Tensor, batch: int) -> Tensor:
+    _optional("alibi_slopes", tensor, q, torch.float32)
+    heads = q.shape[-2]
+    if shape(tensor) not in ((heads,), (batch, heads)):
+        shape_error(
+            f"alibi_slopes must have shape (num_heads,) or (batch, num_heads), ({heads},) or "
+            f"({batch}, {heads}), got {shape(tensor)}"
+        )
+    return tensor
+
+
+def bias(tensor, q: Tensor, batch: int, seqlen_q: int | None, seqlen_k: int | None, longer: bool) -> Tensor:
+    """4-D attn_bias. A length is None where only the device knows it; `longer`: it may exceed seqlen_k."""
+    _optional("attn_bias", tensor, q, torch.bool, q.dtype, torch.float32)
+    if tensor.dim() > 4:
+        shape_error(f"attn_bias must have at most 4 dimensions, got shape {shape(tensor)}")
+    if tensor.dim() < 4:
+        tensor = tensor[(None,) * (4 - tensor.dim())]
+    sizes = tensor.shape
+    right = sizes[0] in (1, batch) and sizes[1] in (1, q.shape[-2])
+    if seqlen_q is not None:
+        right = right and sizes[2] in (1, seqlen_q)
+    if seqlen_k is not None:
+        right = right and (sizes[3] in (1, seqlen_k) or (longer and sizes[3] > seqlen_k))
+    if not right:
+        lengths = [
+            "longest seqlen_q" if seqlen_q is None else seqlen_q,
+            "longest seqlen_k" if seqlen_k is None else seqlen_k,
+        ]
+        shape_error(
+            "attn_bias must be broadcastable to (batch, num_heads, seqlen_q, seqlen_k), "
+            f"({batch}, {q.shape[-2]}, {lengths[0]}, {lengths[1]}), got {shape(tensor)}"
+        )
+    # The kernels read a bias of fp64 inputs as fp64.
+    return tensor.double() if q.dtype == torch.float64 and tensor.is_floating_point() else tensor
+
+
+def sinks(learnable_sink, s_aux, q: Tensor) -> Tensor:
+    if learnable_sink is not None and s_aux is not None:
+        shape_error("learnable_sink and s_aux are two names of one argument, got both")
+    name = "learnable_sink" if s_aux is None else "s_aux"
+    tensor = learnable_sink if s_aux is None else s_aux
+    _optional(name, tensor, q, q.dtype, torch.float32)
+    if shape(tensor) != (q.shape[-2],):
+        shape_error(f"{name} must have shape (num_heads,), ({q.shape[-2]},), got {shape(tensor)}")
+    return tensor.to(torch.float64 if q.dtype == torch.float64 else torch.float32).contiguous()
+
+
+def block_mask(mask, q: Tensor, batch: int, seqlen_q: int | None, seqlen_k: int | None) -> None:
+    if not isinstance(mask, BlockMask):
+        raise TypeError(f"flash_attn: block_mask must be a flash_attn.BlockMask, got {type(mask).__name__}")
+    if mask.device != q.device:
+        shape_error(f"block_mask must be on q's device, {q.device}, got {mask.device}")
+    mask_batch, mask_heads, rows, columns = mask.shape
+    if mask_batch not in (1, batch) or mask_heads not in (1, q.shape[-2]):
+        shape_error(
+            f"block_mask must be of batch 1 or {batch} and heads 1 or {q.shape[-2]}, got {mask_batch} "
+            f"and {mask_heads}"
+        )
+    sides = (("rows", rows, seqlen_q, 0), ("columns", columns, seqlen_k, 1))
+    for name, blocks, length, side in sides:
+        size = mask.block_size[side]
+        if length is not None and blocks != (length + size - 1) // size:
+            shape_error(
+                f"block_mask must have {(length + size - 1) // size} block {name} for "
+                f"{'seqlen_q' if side == 0 else 'seqlen_k'} {length} in blocks of {size}, got {blocks}"
+            )
+
+
+def cu_seqlens(name: str, tensor, q: Tensor) -> Tensor:
+    _optional(name, tensor, q, torch.int32, torch.int64)
+    if tensor.dim() != 1 or tensor.shape[0] < 1:
+        shape_error(f"{name} must have shape (batch + 1,), got {shape(tensor)}")
+    return tensor.to(torch.int32).contiguous()
+
+
+def per_batch(name: str, tensor, q: Tensor, batch: int) -> Tensor:
+    """An integer for each batch entry: seqused_k, cache_leftpad, cache_batch_idx, …"""
+    _optional(name, tensor, q, torch.int32, torch.int64)
+    if shape(tensor) != (batch,):
+        shape_error(f"{name} must have shape (batch,), ({batch},), got {shape(tensor)}")
+    return tensor.to(torch.int32).contiguous()
+
+
+def block_table(tensor, q: Tensor, batch: int) -> Tensor:
+    _optional("block_table", tensor, q, torch.int32, torch.int64)
+    if tensor.dim() != 2 or tensor.shape[0] != batch:
+        shape_error(f"block_table must have shape (batch, max_pages), ({batch}, …), got {shape(tensor)}")
+    tensor = tensor.to(torch.int32)
+    return tensor if tensor.stride(1) == 1 else tensor.contiguous()
+
+
+def ragged(q, k, v, cu_q, cu_k, used, table):
+    """Of the varlen forms: (batch, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)."""
+    shared = cu_k is cu_q
+    cu_q = cu_seqlens("cu_seqlens_q", cu_q, q)
+    cu_k = cu_q if shared else cu_seqlens("cu_seqlens_k", cu_k, q)
+    batch = cu_q.shape[0] - 1
+    if cu_k.shape[0] != batch + 1:
+        shape_error(
+            "cu_seqlens_q and cu_seqlens_k must have one length, batch + 1, got "
+            f"{cu_q.shape[0]} and {cu_k.shape[0]}"
+        )
+    if used is not None:
+        used = per_batch("seqused_k", used, q, batch)
+    if table is not None:
+        table = block_table(table, q, batch)
+        no_gradient("block_table", q, k, v)
+        # Pages have no row in a packed tensor: cu_seqlens_k gives their lengths alone.
+        used = cu_k[1:] - cu_k[:-1] if used is None else used
+        cu_k = None
+    return batch, cu_q, cu_k, used, table
+
+
+def no_gradient(what: str, *tensors: Tensor | None) -> None:
+    """Raises where autograd would expect a gradient that does not exist."""
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        raise NotImplementedError(
+            f"flash_attn: {what} has no backward, and an input requires a gradient; call it under "
+            "torch.no_grad(), detach the inputs, or use flash_attn_func or flash_attn_varlen_func "
+            "without a cache"
+        )
+
+
+def splits(value) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"flash_attn: num_splits must be an int, got {type(value).__name__}")
+    if value < 0:
+        shape_error(f"num_splits must be >= 0 (0 lets the planner choose), got {value}")
+
+
+# ---- what the operators want
+
+
+def block_lists(mask: BlockMask | None) -> tuple[Tensor | None, ...]:
+    if mask is None:
+        return None, None, None, None
+    return mask.counts, mask.indices, mask.counts_t, mask.indices_t

@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""One decoding step over a cache: rotary, append, attention, three operators on one stream.
+
+The caches are written in place by the operator `append_kv`, whose schema says so; everything else is
+functional. Nothing here has a gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import _checks, _ops, reference
+from ._checks import shape, shape_error
+
+
+def decode(
+    q,
+    k_cache,
+    v_cache,
+    k,
+    v,
+    rotary_cos,
+    rotary_sin,
+    cache_seqlens,
+    cache_batch_idx,
+    cache_leftpad,
+    block_table,
+    softmax_scale,
+    causal,
+    window_size,
+    softcap,
+    interleaved,
+    alibi_slopes,
+    attn_bias,
+    learnable_sink,
+    s_aux,
+    block_mask,
+    backend,
+) -> tuple[Tensor, Tensor]:
+    """`flash_attn_with_kvcache` by position; returns (out, lse)."""
+    paged = block_table is not None
+    q, k, v = _new_tensors(q, k_cache, v_cache, k, v)
+    q, keys, values = _checks.inputs(q, k_cache, v_cache, False, False, paged, cast=False)
+    if k is None:  # nothing is written: copies of oddly strided caches will do
+        k_cache, v_cache = keys, values
+    batch = q.shape[0]
+    _checks.no_gradient(
+        "flash_attn_with_kvcache", q, k_cache, v_cache, k, v, alibi_slopes, attn_bias, learnable_sink, s_aux
+    )
+    k_cache, v_cache, cache_batch_idx, block_table = _entries(
+        q, k_cache, v_cache, cache_batch_idx, block_table
+    )
+    capacity = k_cache.shape[1] * (block_table.shape[1] if paged else 1)
+    if k is not None:
+        _check_new(q, k_cache, v_cache, k, v, cache_seqlens)
+    new = 0 if k is None else k.shape[1]
+    lengths = _lengths(cache_seqlens, q, batch, new, capacity)
+    _check_rotary(q, k, rotary_cos, rotary_sin, cache_seqlens)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else _checks.scale(softmax_scale)
+    left, right = _checks.window(window_size)
+    right = 0 if causal else right
+    softcap = _checks.softcap(softcap)
+    if cache_leftpad is not None:
+        cache_leftpad = _checks.per_batch("cache_leftpad", cache_leftpad, q, batch)
+    if alibi_slopes is not None:
+        alibi_slopes = _checks.slopes(alibi_slopes, q, batch)
+    if attn_bias is not None:
+        attn_bias = _checks.bias(attn_bias, q, batch, q.shape[1], capacity, True)
+    sinks = None
+    if learnable_sink is not None or s_aux is not None:
+        sinks = _checks.sinks(learnable_sink, s_aux, q)
+    if block_mask is not None:
+        _checks.block_mask(block_mask, q, batch, q.shape[1], capacity)
+    family = _checks.family(backend)
+
+    step = _reference_step if family == _checks.REFERENCE else _operator_step
+    rotary, append, attention = step
+    if rotary_cos is not None:
+        q = rotary(q, rotary_cos, rotary_sin, lengths, interleaved, left >= 0 or right >= 0)
+    if k is not None:
+        append(
+            k_cache,
+            v_cache,
+            k,
+            v,
+            rotary_cos,
+            rotary_sin,
+            lengths,
+            cache_batch_idx,
+            block_table,
+            interleaved,
+        )
+        lengths = lengths + new
+    return attention(
+        q,
+        k_cache,
+        v_cache,
+        lengths,
+        cache_leftpad,
+        cache_batch_idx,
+        block_table,
+        attn_bias,
+        alibi_slopes,
+        sinks,
+        block_mask,
+        scale,
+        softcap,
+        (left, right),
+        family,
+    )
+
+
+def _operator_attention(
+    q, k, v, used, leftpad, index, table, bias, slopes, sinks, block_mask, scale, softcap, window, family
+):
+    return _ops.run(
+        _ops.forward,
+        q,
+        k,
+        v,
+        None,
+        None,
+        used,
+        leftpad,
+        index,
+        table,
+        bias,
+        slopes,
+        sinks,
+        *_checks.block_lists(block_mask),
+        None,
+        scale,
+        softcap,
+        0.0,
+        *window,
+        *((0, 0) if block_mask is None else block_mask.block_size),
+        False,
+        family,
+    )
+
+
+def _reference_attention(
+    q, k, v, used, leftpad, index, table, bias, slopes, sinks, block_mask, scale, softcap, window, family
+):
+    return reference.attention(
+        q,
+        k,
+        v,
+        softmax_scale=scale,
+        window_size=window,
+        softcap=softcap,
+        alibi_slopes=slopes,
+        attn_bias=bias,
+        learnable_sink=sinks,
+        block_mask=block_mask,
+        seqused_k=used,
+        leftpad_k=leftpad,
+        cache_batch_idx=index,
+        block_table=table,
+    )
+
+
+def _operator_rotary(x, *arguments):
+    return _ops.run(_ops.rotary, x, *arguments)
+
+
+def _operator_append(k_cache, v_cache, *arguments):
+    _ops.run(_ops.append_kv, k_cache, v_cache, *arguments)
+    if not torch.compiler.is_compiling():
+        # Below autograd nobody counts the write; a graph that saved the cache must notice it.
+        torch.autograd.graph.increment_version((k_cache, v_cache))
+
+
+_operator_step = _operator_rotary, _operator_append, _operator_attention
+_reference_step = reference.rotary, reference.append_kv, _reference_attention
+
+
+def _new_tensors(q, k_cache, v_cache, k, v):
+    """q, k, v; under torch.autocast in the caches' dtype, since a cache is not cast."""
+    named = [("q", q), ("k_cache", k_cache), ("v_cache", v_cache)]
+    if (k is None) != (v is None):
+        shape_error(f"k and v must be given together, got {'v' if k is None else 'k'} alone")
+    if k is not None:
+        named += [("k", k), ("v", v)]
+    if not all(isinstance(tensor, Tensor) for _, tensor in named):
+        _checks.kind_error(*named)
+    if not _checks.autocast(q.device):
+        return q, k, v
+    return tuple(None if x is None else x.to(k_cache.dtype) for x in (q, k, v))
+
+
+def _entries(q, k_cache, v_cache, cache_batch_idx, block_table):
+    """Which cache entries serve the batch: (k_cache, v_cache, cache_batch_idx, block_table)."""
+    batch = q.shape[0]
+    if block_table is not None:
+        if cache_batch_idx is not None:
+            shape_error("block_table and cache_batch_idx exclude each other, got both")
+        return k_cache, v_cache, None, _checks.block_table(block_table, q, batch)
+    if cache_batch_idx is not None:
+        return k_cache, v_cache, _checks.per_batch("cache_batch_idx", cache_batch_idx, q, batch), None
+    if k_cache.shape[0] < batch:
+        shape_error(
+            f"k_cache must have an entry for each of the {batch} batch entries of q, or cache_batch_idx "
+            f"must be given, got {k_cache.shape[0]} (k_cache.shape[0])"
+        )
+    return k_cache[:batch], v_cache[:batch], None, None
+
+
+def _check_new(q, k_cache, v_cache, k, v, cache_seqlens) -> None:
+    if cache_seqlens is None:
+        shape_error("cache_seqlens must be given with k and v (where to append), got None")
+    heads_k, head_dim, head_dim_v = k_cache.shape[2], k_cache.shape[3], v_cache.shape[3]
+    seqlen = k.shape[1] if k.dim() == 4 else "seqlen_new"
+    for name, tensor, dim in (("k", k, head_dim), ("v", v, head_dim_v)):
+        if shape(tensor) != (q.shape[0], seqlen, heads_k, dim):
+            shape_error(
+                f"{name} must have shape ({q.shape[0]}, {seqlen}, {heads_k}, {dim}) (batch, seqlen_new, "
+                f"num_heads_k, head_dim), got {shape(tensor)}"
+            )
+        if tensor.dtype != k_cache.dtype:
+            raise TypeError(
+                f"flash_attn: {name} must have the dtype of the caches, {k_cache.dtype}, got {tensor.dtype}"
+            )
+        if tensor.device != k_cache.device:
+            shape_error(f"{name} must be on the caches' device, {k_cache.device}, got {tensor.device}")
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.stride(-1) != 1 and cache.shape[-1] != 1:
+            shape_error(
+                f"{name} must be contiguous in its last dimension to be appended to, got strides "
+                f"{tuple(cache.stride())}"
+            )
+
+
+def _lengths(cache_seqlens, q: Tensor, batch: int, new: int, capacity: int) -> Tensor | None:
+    """Live slots before the append, (batch,) int32 on the device; None for the whole capacity."""
+    if cache_seqlens is None:
+        return None
+    if isinstance(cache_seqlens, Tensor) and cache_seqlens.dim() > 0:
+        return _checks.per_batch("cache_seqlens", cache_seqlens, q, batch)
+    if isinstance(cache_seqlens, Tensor):
+        return _checks.per_batch("cache_seqlens", cache_seqlens.expand(batch), q, batch)
+    if isinstance(cache_seqlens, bool) or not isinstance(cache_seqlens, (int, torch.SymInt)):
+        raise TypeError(
+            "flash_attn: cache_seqlens must be an int or an int32 or int64 tensor, got "
+            f"{type(cache_seqlens).__name__}"
+        )
+    if cache_seqlens < 0 or cache_seqlens + new > capacity:
+        shape_error(
+            f"cache_seqlens + seqlen_new must lie in 0 to {capacity} (the capacity of k_cache), got "
+            f"{cache_seqlens} + {new}"
+        )
+    return torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
+
+
+def _check_rotary(q, k, cos, sin, cache_seqlens) -> None:
+    if cos is None and sin is None:
+        return
+    if cos is None or sin is None:
+        shape_error(f"rotary_cos and rotary_sin must be given together, got {'sin' if cos is None else 'cos'} alone")
+    if k is None:
+        shape_error("rotary_cos and rotary_sin need new k and v to rotate, got k=None")
+    for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
+        if not isinstance(table, Tensor):
+            raise TypeError(f"flash_attn: {name} must be a torch.Tensor, got {type(table).__name__}")
+        if table.dtype not in (q.dtype, torch.float32):
+            raise TypeError(f"flash_attn: {name} must be {q.dtype} or float32, got {table.dtype}")
+        if table.device != q.device:
+            shape_error(f"{name} must be on q's device, {q.device}, got {table.device}")
+    if cos.dim() != 2 or cos.shape != sin.shape or 2 * cos.shape[1] > q.shape[-1]:
+        shape_error(
+            "rotary_cos and rotary_sin must have one shape (positions, rotary_dim / 2) with rotary_dim <= "
+            f"head_dim = {q.shape[-1]}, got {shape(cos)} and {shape(sin)}"
+        )
+    if isinstance(cache_seqlens, int) and cache_seqlens + k.shape[1] > cos.shape[0]:
+        shape_error(
+            f"rotary_cos must hold a row for each position up to cache_seqlens + seqlen_new = "
+            f"{cache_seqlens + k.shape[1]}, got {cos.shape[0]}"
+        )

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Dropout: the same decisions everywhere, their rate, seeds, and gradients with them."""
+
+import cases
+import oracle
+import pytest
+import torch
+from problem import Problem, check, raw_forward
+
+import flash_attn
+
+
+def mask_of(q, k, p, backend=None, **more):
+    """(batch, heads, seqlen_q, seqlen_k) bool, what survives."""
+    probs = flash_attn.flash_attn_func(
+        q, k, k, dropout_p=p, return_attn_probs=True, backend=backend, **more
+    )[2]
+    return ~torch.signbit(probs)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.97])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_dropout_parity(p, dtype, packed, device):
+    check(
+        cases.Case(
+            seqlen_q=70,
+            seqlen_k=90,
+            dtype=dtype,
+            dropout=p,
+            packed=packed,
+            causal=True,
+            lse_grad=True,
+        ),
+        device,
+    )
+
+
+def test_dropout_philox_written_out():
+    """Known answer of the op: its decisions, read off one-hot values, are those of the design's
+    formula."""
+    seed, offset, p = 0x1234_5678_9ABC_DEF0, 77, 0.4
+    philox = torch.tensor([seed, offset])
+    q = torch.zeros(2, 37, 3, 4)
+    k = torch.zeros(2, 70, 3, 4)
+    v = torch.eye(70).expand(2, 3, 70, 70).transpose(1, 2)
+    out, _ = raw_forward(q, k, v, dropout_p=p, philox=philox)
+    expected = oracle.philox_keep(seed, offset, 2, 3, 37, 70, p)
+    assert torch.equal(out.transpose(1, 2) > 0, expected)
+    torch.testing.assert_close(out.max().item(), oracle.realised_scale(p) / 70)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "fp64"])
+def test_dropout_mask_equals_reference_bitwise(dtype, device):
+    """What the kernels drop, read off one-hot values, is what S_dmask and the reference say."""
+    dtype = cases.DTYPES[dtype]
+    q = torch.zeros(2, 75, 4, 8, device=device, dtype=dtype)
+    k = torch.zeros(2, 100, 2, 8, device=device, dtype=dtype)
+    v = torch.eye(100, device=device, dtype=dtype)[None, :, None].expand(2, -1, 2, -1)
+    torch.manual_seed(3)
+    out = flash_attn.flash_attn_func(q, k, v, dropout_p=0.35)
+    torch.manual_seed(3)
+    ours = mask_of(q, k, 0.35)
+    torch.manual_seed(3)
+    reference = mask_of(q, k, 0.35, backend="reference")
+    assert torch.equal(ours, reference)
+    assert torch.equal(out.transpose(1, 2) != 0, ours)
+
+
+def test_dropout_backward_uses_the_forward_mask(device):
+    """dv of one-hot gradients shows the mask that the backward used."""
+    q = torch.zeros(1, 40, 2, 8, device=device)
+    k = torch.zeros(1, 50, 2, 8, device=device)
+    v = torch.zeros(1, 50, 2, 40, device=device, requires_grad=True)
+    torch.manual_seed(11)
+    out = flash_attn.flash_attn_func(q, k, v, dropout_p=0.5)
+    dout = torch.eye(40, device=device)[None, :, None].expand(1, -1, 2, -1)
+    (dv,) = torch.autograd.grad(out, v, dout)  # (1, key, head, query)
+    torch.manual_seed(11)
+    assert torch.equal(dv.permute(0, 2, 3, 1) != 0, mask_of(q, k, 0.5))
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_dropout_rate(p, device):
+    """4 million decisions: within five standard deviations of p, and not alike between heads or
+    rows."""
+    q = torch.zeros(2, 512, 4, 1, device=device)
+    k = torch.zeros(2, 1024, 4, 1, device=device)
+    keep = mask_of(q, k, p)
+    n = keep.numel()
+    assert abs(keep.double().mean().item() - (1 - p)) < 5 * (p * (1 - p) / n) ** 0.5 + 2**-16
+    for dim in range(4):
+        halves = keep.float().chunk(2, dim)
+        same = (halves[0] == halves[1]).float().mean().item()
+        assert abs(same - (p * p + (1 - p) ** 2)) < 0.01
+
+
+def test_dropout_expectation(device):
+    """The mean over many seeds approaches attention without dropout."""
+    q, k, v = (torch.randn(1, 8, 2, 16, device=device) for _ in range(3))
+    exact = flash_attn.flash_attn_func(q, k, v)
+    mean = sum(flash_attn.flash_attn_func(q, k, v, dropout_p=0.2) for _ in range(400)) / 400
+    assert (mean - exact).abs().max() < 0.15
+
+
+def test_dropout_lse_is_without_dropout(device):
+    q = torch.randn(1, 8, 2, 16, device=device)
+    _, a = flash_attn.flash_attn_func(q, q, q, return_lse=True)
+    _, b = flash_attn.flash_attn_func(q, q, q, dropout_p=0.5, return_lse=True)
+    torch.testing.assert_close(a, b)
+
+
+def test_dropout_s_dmask(device):
+    """exp(s - row maximum), negative where dropped; empty at p = 0; varlen: the longest
+    lengths."""
+    q, k = torch.randn(2, 9, 4, 16, device=device), torch.randn(2, 13, 4, 16, device=device)
+    out, lse, probs = flash_attn.flash_attn_func(
+        q, k, k, dropout_p=0.3, causal=True, return_attn_probs=True
+    )
+    assert probs.shape == (2, 4, 9, 13)
+    s = torch.einsum("bihd,bjhd->bhij", q, k) / 4
+    seen = oracle.visible(oracle.Rule(1.0, (-1, 0)), 9, 13, device)
+    s = s.masked_fill(~seen, float("-inf"))
+    torch.testing.assert_close(probs.abs(), (s - s.amax(3, keepdim=True)).exp())
+    weights = probs.clamp(min=0) / probs.abs().sum(3, keepdim=True) * oracle.realised_scale(0.3)
+    torch.testing.assert_close(torch.einsum("bhij,bjhd->bihd", weights, k), out)
+    problem = Problem(cases.Case(packed=True, dropout=0.3), device)
+    probs = problem.call(return_attn_probs=True)[2]
+    assert probs.shape == (problem.batch, 4, *problem.longest)
+
+
+def test_dropout_seeds(device):
+    """Two calls differ, the same seed repeats both, and torch's generator moves on."""
+    q = torch.randn(1, 30, 2, 16, device=device)
+
+    def draw():
+        return flash_attn.flash_attn_func(q, q, q, dropout_p=0.2)
+
+    torch.manual_seed(1)
+    a, b, after = draw(), draw(), torch.rand(1)
+    torch.manual_seed(1)
+    c, d = draw(), draw()
+    assert torch.equal(a, c) and torch.equal(b, d) and not torch.equal(a, b)
+    torch.manual_seed(1)
+    if device == "cpu":
+        assert not torch.equal(torch.rand(1), after)
+
+
+@pytest.mark.parametrize("p", [1e-16, 1e-5])
+def test_dropout_tiny(p, device):
+    q = torch.randn(1, 30, 2, 16, device=device)
+    torch.testing.assert_close(
+        flash_attn.flash_attn_func(q, q, q, dropout_p=p),
+        flash_attn.flash_attn_func(q, q, q),
+        rtol=1e-4,
+        atol=1e-4,
+    ) if p < 1e-10 else None
+    assert flash_attn.flash_attn_func(q, q, q, dropout_p=p).isfinite().all()
+
+
+def test_dropout_none_draws_nothing():
+    """Without dropout the generator stays where it was."""
+    q = torch.randn(1, 5, 2, 8)
+    before = torch.get_rng_state()
+    flash_attn.flash_attn_func(q, q, q)
+    assert torch.equal(torch.get_rng_state(), before)
