@@ -234,7 +234,6 @@ class Graph:
         self.directory = directory
         commands = {"cxx": quote(ccache + cxx), "nvcc": quote([*ccache, nvcc or ""])}
         self.text = [RULES.format(link=quote(cxx), **commands)]
-        self.targets = []
 
     def library(self, name, files, flags, link_flags):
         objects = []
@@ -250,17 +249,17 @@ class Graph:
             objects.append(output)
         inputs = " ".join(objects)
         self.text.append(f"build {name}.so: link {inputs}\n  flags = {quote(link_flags)}")
-        self.targets.append(name + ".so")
 
-    def run(self, jobs):
+    def run(self, jobs, targets):
         os.makedirs(self.directory, exist_ok=True)
         for name, text in (("build.ninja", "\n".join(self.text) + "\n"), ("exports.map", EXPORTS)):
             with open(os.path.join(self.directory, name), "w") as f:
                 f.write(text)
-        found = shutil.which("ninja")
-        ninja = [found] if found else [sys.executable, "-m", "ninja"]
+        # One ninja for one interpreter, whatever PATH is: another version's log is thrown away.
+        module = importlib.util.find_spec("ninja")
+        ninja = [sys.executable, "-m", "ninja"] if module else [shutil.which("ninja") or "ninja"]
         environment = dict(os.environ, NINJA_STATUS="[%f/%t, %es] ")
-        command = [*ninja, "-C", self.directory, f"-j{jobs}", *self.targets]
+        command = [*ninja, "-C", self.directory, f"-j{jobs}", *targets]
         with open(os.path.join(self.directory, "lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # a second build of the same tree waits
             if subprocess.run(command, env=environment).returncode != 0:
@@ -268,7 +267,16 @@ class Graph:
 
 
 class Build(build_ext):
-    """build_ext that compiles every extension in one ninja run."""
+    """build_ext that compiles every extension in one ninja run.
+
+    --only=_host builds that one alone, for op libraries that came from another CPython.
+    """
+
+    user_options = [*build_ext.user_options, ("only=", None, "name of the one binary to build")]
+
+    def initialize_options(self):
+        super().initialize_options()
+        self.only = None
 
     def run(self):
         if not sys.platform.startswith("linux"):
@@ -296,12 +304,14 @@ class Build(build_ext):
             name = extension.name.rpartition(".")[2]
             flags, link_flags = getattr(self, "flags" + name)(archs, threads)
             graph.library(name, extension.sources, flags, link_flags)
-        graph.run(jobs)
-        for extension in self.extensions:
-            output = self.get_ext_fullpath(extension.name)
+        if self.only:  # the graph stays whole: ninja forgets what is not in it
+            self.extensions = [e for e in self.extensions if e.name == f"flash_attn.{self.only}"]
+        targets = {e.name: e.name.rpartition(".")[2] + ".so" for e in self.extensions}
+        graph.run(jobs, targets.values())
+        for name, target in targets.items():
+            output = self.get_ext_fullpath(name)
             os.makedirs(os.path.dirname(output), exist_ok=True)
-            built = os.path.join(directory, extension.name.rpartition(".")[2] + ".so")
-            self.copy_file(built, output)
+            self.copy_file(os.path.join(directory, target), output)
 
     def print_plan(self, archs, jobs, threads, why):
         cuda = self.cuda_reason
@@ -397,10 +407,11 @@ class Build(build_ext):
 
 os.chdir(ROOT)
 PLAN = sources("plan/*.cpp")
-OWN = [f"csrc/torch/{name}.cpp" for name in ("schema", "ops_cpu", "ops_cuda")]
-BOTH = [*(path for path in sources("torch/*.cpp") if path not in OWN), *PLAN]
-CPU = [*OWN[:2], *sources("cpu/*.cpp")]
-CUDA = [OWN[2], *sources("cuda/inst/*.cpp", "cuda/inst/*.cu")]
+CPU = [f"csrc/torch/{name}.cpp" for name in ("schema", "ops_cpu", "ops_cache")]
+CUDA = ["csrc/torch/ops_cuda.cpp"]
+BOTH = [path for path in sources("torch/*.cpp") if path not in CPU + CUDA] + PLAN
+CPU += sources("cpu/*.cpp")
+CUDA += sources("cuda/inst/*.cpp", "cuda/inst/*.cu")
 setup(
     ext_modules=[
         Extension("flash_attn._C_cpu", [*CPU, *BOTH], py_limited_api=True),

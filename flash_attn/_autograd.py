@@ -24,55 +24,28 @@ _DIFFERENTIABLE = (0, 1, 2, 9, 10, 11)
 _NUM_FORWARD = 26
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    seqused_k: Tensor | None,
-    leftpad_k: Tensor | None,
-    cache_batch_idx: Tensor | None,
-    block_table: Tensor | None,
-    bias: Tensor | None,
-    slopes: Tensor | None,
-    sinks: Tensor | None,
-    *rest,
-) -> tuple[Tensor, Tensor]:
+def attend(arguments: tuple) -> tuple[Tensor, Tensor]:
     """The operator `forward`, differentiable. Takes its arguments in its order; returns (out, lse)."""
-    arguments = (
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        seqused_k,
-        leftpad_k,
-        cache_batch_idx,
-        block_table,
-        bias,
-        slopes,
-        sinks,
-        *rest,
-    )
     if torch.compiler.is_compiling():
         return _ops.forward(*arguments)
     if torch._C._are_functorch_transforms_active():
         return FunctorchAttention.apply(*arguments)
-    if (
-        torch.is_grad_enabled()
-        and (
-            q.requires_grad
-            or k.requires_grad
-            or v.requires_grad
-            or (bias is not None and bias.requires_grad)
-            or (slopes is not None and slopes.requires_grad)
-            or (sinks is not None and sinks.requires_grad)
-        )
-    ) or forward_ad._current_level >= 0:
-        lengths = (cu_seqlens_q, cu_seqlens_k, seqused_k)
-        return _apply_eager(q, k, v, bias, slopes, sinks, lengths, rest, arguments)
+    if (torch.is_grad_enabled() and _wants_gradient(*arguments[:12])) or forward_ad._current_level >= 0:
+        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, _, _, _, bias, slopes, sinks = arguments[:12]
+        lengths = cu_seqlens_q, cu_seqlens_k, seqused_k
+        return _apply_eager(q, k, v, bias, slopes, sinks, lengths, arguments)
     return call(_ops.forward, *arguments)
+
+
+def _wants_gradient(q, k, v, _cu_q, _cu_k, _used, _leftpad, _index, _table, bias, slopes, sinks) -> bool:
+    return (
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or (bias is not None and bias.requires_grad)
+        or (slopes is not None and slopes.requires_grad)
+        or (sinks is not None and sinks.requires_grad)
+    )
 
 
 def _gradients(run, needs, dout, dlse, q, k, v, out, lse, lengths, bias, slopes, sinks, rest):
@@ -119,10 +92,10 @@ class EagerAttention(torch.autograd.Function):
     """Plain eager mode. `arguments` is the whole call; the inputs before it are there to be tracked."""
 
     @staticmethod
-    def forward(ctx, q, k, v, bias, slopes, sinks, lengths, rest, arguments):
+    def forward(ctx, q, k, v, bias, slopes, sinks, lengths, arguments):
         out, lse = call(_ops.forward, *arguments)
-        ctx.save_for_backward(q, k, v, out, lse, *lengths, bias, slopes, sinks, *rest[:5])
-        ctx.options = rest[5:]
+        ctx.save_for_backward(q, k, v, out, lse, *lengths, bias, slopes, sinks, *arguments[12:17])
+        ctx.options = arguments[17:]
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -147,7 +120,7 @@ class EagerAttention(torch.autograd.Function):
             sinks,
             (*lists, *ctx.options),
         )
-        return (*grads, None, None, None)
+        return (*grads, None, None)
 
     @staticmethod
     def jvp(ctx, *tangents):

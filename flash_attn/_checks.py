@@ -39,13 +39,24 @@ def shape(tensor: Tensor) -> tuple[int, ...]:
 # ---- q, k, v
 
 
+# How q, and k and v, lie: (rank of q, rank of k and v, shape of q, shape of k; for messages).
+_BATCHED, _PACKED = "(batch, seqlen, num_heads, head_dim)", "(total, num_heads, head_dim)"
+_PAGES = "(num_pages, page_size, num_heads_k, head_dim)"
+DENSE = (4, 4, _BATCHED, _BATCHED)
+PACKED = (3, 3, _PACKED, _PACKED)
+PACKED_PAGED = (3, 4, _PACKED, _PAGES)
+CACHE = (4, 4, _BATCHED, "(batch, capacity, num_heads_k, head_dim)")
+CACHE_PAGED = (4, 4, _BATCHED, _PAGES)
+
+
 def inputs(
-    q: Tensor, k: Tensor, v: Tensor, packed_q: bool, packed_k: bool, paged: bool, cast: bool = True
+    q: Tensor, k: Tensor, v: Tensor, layout: tuple[int, int, str, str], cast: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Checks what must agree; returns q, k, v as the kernels take them.
 
     Under torch.autocast that is in its dtype if `cast` (fp64 stays, as everywhere in torch), and always
-    with a contiguous last dimension. One function for all of it: each call of another would show on tiny tensors.
+    with a contiguous last dimension. One function for all of it: each call of another would show on tiny
+    tensors.
     """
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         kind_error(("q", q), ("k", k), ("v", v))
@@ -54,9 +65,9 @@ def inputs(
         q, k, v = _autocast(q, k, v)
         dtype = q.dtype
     q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
-    rank_k = 3 if packed_k else 4
-    if len(q_shape) != (3 if packed_q else 4) or len(k_shape) != rank_k or len(v_shape) != rank_k:
-        _rank_error(q, k, v, packed_q, packed_k, paged)
+    rank = layout[1]
+    if len(q_shape) != layout[0] or len(k_shape) != rank or len(v_shape) != rank:
+        _rank_error(q, k, v, layout)
     if k.dtype is not dtype or v.dtype is not dtype or dtype not in DTYPES:
         _dtype_error(q, k, v)
     if k.device != device or v.device != device:
@@ -75,6 +86,8 @@ def inputs(
             f"num_heads must be a multiple of num_heads_k, got {heads} and {heads_k} "
             "(q.shape[-2], k.shape[-2])"
         )
+    if layout is DENSE and q_shape[0] != k_shape[0]:
+        shape_error(f"q and k must have one batch size, got {q_shape[0]} and {k_shape[0]} (shape[0])")
     if q.stride(-1) != 1:
         q = q.contiguous()
     if k.stride(-1) != 1:
@@ -93,11 +106,6 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
 
 
-def same_batch(q: Tensor, k: Tensor) -> None:
-    if q.shape[0] != k.shape[0]:
-        shape_error(f"q and k must have one batch size, got {q.shape[0]} and {k.shape[0]} (shape[0])")
-
-
 def kind_error(*named: tuple[str, object]) -> NoReturn:
     for name, value in named:
         if not isinstance(value, Tensor):
@@ -105,18 +113,12 @@ def kind_error(*named: tuple[str, object]) -> NoReturn:
     raise AssertionError("unreachable: all are tensors")
 
 
-def _rank_error(q, k, v, packed_q: bool, packed_k: bool, paged: bool) -> NoReturn:
-    dense, packed = "(batch, seqlen, num_heads, head_dim)", "(total, num_heads, head_dim)"
-    pages = "(num_pages, page_size, num_heads_k, head_dim)"
-    layout_k = packed if packed_k else pages if paged else dense
-    for name, tensor, layout in (
-        ("q", q, packed if packed_q else dense),
-        ("k", k, layout_k),
-        ("v", v, layout_k),
-    ):
-        if tensor.dim() != layout.count(",") + 1:
-            shape_error(f"{name} must have shape {layout}, got {shape(tensor)}")
-    raise AssertionError("unreachable: all ranks are right")
+def _rank_error(q, k, v, layout) -> NoReturn:
+    rank_q, rank_k, shape_q, shape_k = layout
+    if q.dim() != rank_q:
+        shape_error(f"q must have shape {shape_q}, got {shape(q)}")
+    name, tensor = ("k", k) if k.dim() != rank_k else ("v", v)
+    shape_error(f"{name} must have shape {shape_k}, got {shape(tensor)}")
 
 
 def _dtype_error(q, k, v) -> NoReturn:
@@ -238,10 +240,16 @@ def _optional(name: str, tensor, q: Tensor, *dtypes: torch.dtype) -> None:
         shape_error(f"{name} must be on q's device, {q.device}, got {tensor.device}")
 
 
+def _broadcasts(size: int, whole: int) -> bool:
+    # Not `in`: under torch.compile that does not compare symbolic sizes by value.
+    return size == 1 or size == whole
+
+
 def slopes(tensor, q: Tensor, batch: int) -> Tensor:
     _optional("alibi_slopes", tensor, q, torch.float32)
     heads = q.shape[-2]
-    if shape(tensor) not in ((heads,), (batch, heads)):
+    by_batch = tensor.dim() == 2 and tensor.shape[0] == batch
+    if (tensor.dim() != 1 and not by_batch) or tensor.shape[-1] != heads:
         shape_error(
             f"alibi_slopes must have shape (num_heads,) or (batch, num_heads), ({heads},) or "
             f"({batch}, {heads}), got {shape(tensor)}"
@@ -257,11 +265,11 @@ def bias(tensor, q: Tensor, batch: int, seqlen_q: int | None, seqlen_k: int | No
     if tensor.dim() < 4:
         tensor = tensor[(None,) * (4 - tensor.dim())]
     sizes = tensor.shape
-    right = sizes[0] in (1, batch) and sizes[1] in (1, q.shape[-2])
+    right = _broadcasts(sizes[0], batch) and _broadcasts(sizes[1], q.shape[-2])
     if seqlen_q is not None:
-        right = right and sizes[2] in (1, seqlen_q)
+        right = right and _broadcasts(sizes[2], seqlen_q)
     if seqlen_k is not None:
-        right = right and (sizes[3] in (1, seqlen_k) or (longer and sizes[3] > seqlen_k))
+        right = right and (_broadcasts(sizes[3], seqlen_k) or (longer and sizes[3] > seqlen_k))
     if not right:
         lengths = [
             "longest seqlen_q" if seqlen_q is None else seqlen_q,
@@ -281,7 +289,7 @@ def sinks(learnable_sink, s_aux, q: Tensor) -> Tensor:
     name = "learnable_sink" if s_aux is None else "s_aux"
     tensor = learnable_sink if s_aux is None else s_aux
     _optional(name, tensor, q, q.dtype, torch.float32)
-    if shape(tensor) != (q.shape[-2],):
+    if tensor.dim() != 1 or tensor.shape[0] != q.shape[-2]:
         shape_error(f"{name} must have shape (num_heads,), ({q.shape[-2]},), got {shape(tensor)}")
     return tensor.to(torch.float64 if q.dtype == torch.float64 else torch.float32).contiguous()
 
@@ -292,7 +300,7 @@ def block_mask(mask, q: Tensor, batch: int, seqlen_q: int | None, seqlen_k: int 
     if mask.device != q.device:
         shape_error(f"block_mask must be on q's device, {q.device}, got {mask.device}")
     mask_batch, mask_heads, rows, columns = mask.shape
-    if mask_batch not in (1, batch) or mask_heads not in (1, q.shape[-2]):
+    if not (_broadcasts(mask_batch, batch) and _broadcasts(mask_heads, q.shape[-2])):
         shape_error(
             f"block_mask must be of batch 1 or {batch} and heads 1 or {q.shape[-2]}, got {mask_batch} "
             f"and {mask_heads}"
@@ -317,7 +325,7 @@ def cu_seqlens(name: str, tensor, q: Tensor) -> Tensor:
 def per_batch(name: str, tensor, q: Tensor, batch: int) -> Tensor:
     """An integer for each batch entry: seqused_k, cache_leftpad, cache_batch_idx, …"""
     _optional(name, tensor, q, torch.int32, torch.int64)
-    if shape(tensor) != (batch,):
+    if tensor.dim() != 1 or tensor.shape[0] != batch:
         shape_error(f"{name} must have shape (batch,), ({batch},), got {shape(tensor)}")
     return tensor.to(torch.int32).contiguous()
 
@@ -367,12 +375,3 @@ def splits(value) -> None:
         raise TypeError(f"flash_attn: num_splits must be an int, got {type(value).__name__}")
     if value < 0:
         shape_error(f"num_splits must be >= 0 (0 lets the planner choose), got {value}")
-
-
-# ---- what the operators want
-
-
-def block_lists(mask: BlockMask | None) -> tuple[Tensor | None, ...]:
-    if mask is None:
-        return None, None, None, None
-    return mask.counts, mask.indices, mask.counts_t, mask.indices_t

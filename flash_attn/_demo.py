@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""`flash-attn demo`: trains one small GPT-2 twice on real text, with transformers' eager attention and
-with this package's, and generates from it through the KV cache.
+"""`flash-attn demo`: trains one small GPT-2 twice on real text, with transformers' eager
+attention and with this package's, and generates from it through the KV cache.
 
-Each run is a process of its own (`python -m flash_attn._demo`), so that its peak memory is its own; it
-reports one JSON object a line. Both start from one seed and see the same batches, and dropout is off, so
-the losses may differ by rounding alone.
+Each run is a process of its own (`python -m flash_attn._demo`), so that its peak memory is its
+own; it reports one JSON object a line. Both start from one seed and see the same batches, and
+dropout is off, so the losses may differ by rounding alone.
 """
 
 from __future__ import annotations
@@ -154,7 +154,8 @@ def run(settings: Settings, implementation: str) -> None:
 
 
 def generate(model, settings: Settings) -> dict:
-    """Samples through the KV cache; compares its logits with one pass over the result without it."""
+    """Samples through the KV cache; compares its logits with one pass over the result without
+    it."""
     import torch
 
     prompt = torch.tensor([list(PROMPT.encode())], device=settings.device)
@@ -218,8 +219,8 @@ def demo(settings: Settings) -> int:
     ours = runs[OURS]
     if "text" in ours:
         print(
-            f"\nGenerated through the KV cache, {ours['rate']:.0f} tokens/s; logits differ from one "
-            f"pass without it by at most {ours['cache_error']:.1e}:\n"
+            f"\nGenerated through the KV cache, {ours['rate']:.0f} tokens/s; logits differ from "
+            f"one pass without it by at most {ours['cache_error']:.1e}:\n"
         )
         print("\n".join("    " + line for line in ours["text"].splitlines()))
     print(f"\n{time.perf_counter() - begin:.0f} s in all")
@@ -229,7 +230,7 @@ def demo(settings: Settings) -> int:
 def describe(settings: Settings) -> str:
     text = settings.file or "the sources of Python's standard library"
     return (
-        f"GPT-2 of {settings.layers} layers, width {settings.width}, {settings.heads} heads; bytes "
+        f"GPT-2: {settings.layers} layers, width {settings.width}, {settings.heads} heads; bytes "
         f"of {text}; {settings.steps} steps of {settings.batch} x {settings.length} tokens on "
         f"{settings.device}; dropout 0, one seed"
     )

@@ -69,7 +69,7 @@ def call(operator, *arguments):
     """
     try:
         with torch._C._AutoDispatchBelowAutograd():
-            return operator(*arguments)
+            return operator._op(*arguments)  # what operator(…) calls, without its frame
     except RuntimeError as error:
         raise typed_error(error, operator, arguments) from None
 

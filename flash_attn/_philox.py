@@ -28,6 +28,16 @@ def keep_below(dropout_p: float) -> int:
     return max(1, round((1.0 - dropout_p) * 65536))
 
 
+def realised_dropout(dropout_p: float) -> float:
+    """The rate that 16-bit lanes give: exact in binary, so that every layer rounds it alike."""
+    return 1.0 - keep_below(dropout_p) / 65536
+
+
+def draw_seed(device: torch.device) -> Tensor:
+    """(2,) int64, seed and offset, from torch's default generator of the device; stays there."""
+    return torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=device)
+
+
 def philox4x32(key: tuple[Tensor, Tensor], counter: Sequence[Tensor]) -> list[Tensor]:
     """Four 32-bit words, as int64 tensors, for 32-bit keys and counters that broadcast together."""
     words = list(torch.broadcast_tensors(*counter))

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from . import _checks, kvcache, reference
 from ._autograd import attend
-from ._philox import keep_below
+from ._philox import draw_seed, realised_dropout
 from .masks import BlockMask
 
 _Out = Tensor | tuple[Tensor, ...]
 _UNLIMITED = (-1, -1)
+_NO_LISTS, _NO_BLOCKS = (None,) * 4, (0, 0)
 
 
 def flash_attn_func(
@@ -604,17 +605,18 @@ def _attention(
 
     Kept lean: on a tiny tensor this function is most of the time of a call.
     """
-    paged = block_table is not None
-    q, k, v = _checks.inputs(q, k, v, varlen, varlen and not paged, paged)
-    if varlen:
+    if not varlen:
+        q, k, v = _checks.inputs(q, k, v, _checks.DENSE)
+        batch, seqlen_q, _, head_dim = q.shape
+        seqlen_k = k.shape[1]
+    else:
+        packed = _checks.PACKED if block_table is None else _checks.PACKED_PAGED
+        q, k, v = _checks.inputs(q, k, v, packed)
         batch, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table = _checks.ragged(
             q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table
         )
-        seqlen_q = seqlen_k = None
-    else:
-        _checks.same_batch(q, k)
-        batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else _checks.scale(softmax_scale)
+        seqlen_q, seqlen_k, head_dim = None, None, q.shape[-1]
+    scale = head_dim**-0.5 if softmax_scale is None else _checks.scale(softmax_scale)
     left, right = (-1, -1) if window_size is _UNLIMITED else _checks.window(window_size)
     if causal:
         right = 0
@@ -632,11 +634,10 @@ def _attention(
     family = _checks.family(backend)
     realised_p, philox = 0.0, None
     if asked_p:
-        # The rate that 16-bit lanes can give; exact in binary, so every layer rounds it alike.
-        realised_p = 1.0 - keep_below(asked_p) / 65536
-        philox = torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=q.device)
+        realised_p = realised_dropout(asked_p)
+        philox = draw_seed(q.device)
     if family == _checks.REFERENCE or (return_attn_probs and asked_p):
-        arguments = dict(
+        plain = dict(
             q=q,
             k=k,
             v=v,
@@ -655,9 +656,9 @@ def _attention(
             block_table=block_table,
         )
     if family == _checks.REFERENCE:
-        out, lse = reference.attention(**arguments)
+        out, lse = reference.attention(**plain)
     else:
-        out, lse = attend(
+        arguments = (
             q,
             k,
             v,
@@ -670,19 +671,20 @@ def _attention(
             attn_bias,
             alibi_slopes,
             sinks,
-            *_checks.block_lists(block_mask),
+            *(_NO_LISTS if block_mask is None else block_mask.lists),
             philox if realised_p else None,
             scale,
             softcap,
             realised_p,
             left,
             right,
-            *((0, 0) if block_mask is None else block_mask.block_size),
+            *(_NO_BLOCKS if block_mask is None else block_mask.block_size),
             deterministic or torch.are_deterministic_algorithms_enabled(),
             family,
         )
+        out, lse = attend(arguments)
     if return_attn_probs:
         with torch.no_grad():
-            probs = reference.dropout_scores(**arguments) if asked_p else q.new_empty(0)
+            probs = reference.dropout_scores(**plain) if asked_p else q.new_empty(0)
         return out, lse, probs
     return (out, lse) if return_lse else out

@@ -41,7 +41,8 @@ def decode(
     """`flash_attn_with_kvcache` by position; returns (out, lse)."""
     paged = block_table is not None
     q, k, v = _new_tensors(q, k_cache, v_cache, k, v)
-    q, keys, values = _checks.inputs(q, k_cache, v_cache, False, False, paged, cast=False)
+    layout = _checks.CACHE_PAGED if paged else _checks.CACHE
+    q, keys, values = _checks.inputs(q, k_cache, v_cache, layout, cast=False)
     if k is None:  # nothing is written: copies of oddly strided caches will do
         k_cache, v_cache = keys, values
     batch = q.shape[0]
@@ -128,7 +129,7 @@ def _operator_attention(
         bias,
         slopes,
         sinks,
-        *_checks.block_lists(block_mask),
+        *((None,) * 4 if block_mask is None else block_mask.lists),
         None,
         scale,
         softcap,
@@ -213,7 +214,7 @@ def _check_new(q, k_cache, v_cache, k, v, cache_seqlens) -> None:
     heads_k, head_dim, head_dim_v = k_cache.shape[2], k_cache.shape[3], v_cache.shape[3]
     seqlen = k.shape[1] if k.dim() == 4 else "seqlen_new"
     for name, tensor, dim in (("k", k, head_dim), ("v", v, head_dim_v)):
-        if shape(tensor) != (q.shape[0], seqlen, heads_k, dim):
+        if tensor.dim() != 4 or tensor.shape != (q.shape[0], seqlen, heads_k, dim):
             shape_error(
                 f"{name} must have shape ({q.shape[0]}, {seqlen}, {heads_k}, {dim}) (batch, seqlen_new, "
                 f"num_heads_k, head_dim), got {shape(tensor)}"

@@ -124,6 +124,11 @@ class BlockMask:
         return (*self.counts.shape, self.counts_t.shape[-1])
 
     @property
+    def lists(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """As the operators take them: counts, indices, counts_t, indices_t."""
+        return self.counts, self.indices, self.counts_t, self.indices_t
+
+    @property
     def device(self) -> torch.device:
         return self.indices.device
 
@@ -143,8 +148,7 @@ class BlockMask:
 
     def to(self, device) -> BlockMask:
         """The same mask on another device."""
-        lists = (self.counts, self.indices, self.counts_t, self.indices_t)
-        return BlockMask(self.block_size, *(x.to(device) for x in lists))
+        return BlockMask(self.block_size, *(x.to(device) for x in self.lists))
 
     def __repr__(self) -> str:
         return (

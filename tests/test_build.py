@@ -213,7 +213,7 @@ def test_build_compiles_what_changed(rules, monkeypatch, tmp_path):
     def build():
         graph = rules["Graph"](str(tmp_path / "out"), None)
         graph.library("lib", ["a.cpp", "b.cpp"], {"cxx": ["-fPIC"]}, [])
-        graph.run(1)
+        graph.run(1, ["lib.so"])
         built = ("lib.so", "lib/a.cpp.o", "lib/b.cpp.o")
         return [(tmp_path / "out" / name).stat().st_mtime_ns for name in built]
 

@@ -44,7 +44,10 @@ ALLOWED = {
         [],
     ),
     "cuda": (["core/"], ["cuda"]),  # launch.h
-    "torch": (["core/", "plan/", "torch/"], ["torch/", "cuda_runtime.h", "Python.h"]),
+    "torch": (  # of cpu/ only the functions that take plain parameters
+        ["core/", "plan/", "torch/", "cpu/isa.h", "cpu/delta.h", "cpu/append.h", "cpu/rotary.h"],
+        ["torch/", "cuda_runtime.h", "Python.h"],
+    ),
     "host": (["core/", "plan/", "host/"], ["pybind11/"]),
 }
 STANDARD = re.compile(r"[a-z_0-9]+|arm_neon\.h|cpuid\.h")

@@ -66,7 +66,7 @@ struct Alibi {
 struct Dropout {
   const int64_t* philox = nullptr;  // {seed, offset}, on the device; null when off
   uint32_t keep_below = 65536;      // keep where the 16-bit lane is below this: round((1-p) * 65536)
-  float scale = 1.0f;               // 65536 / keep_below
+  double scale = 1.0;               // 65536 / keep_below
 };
 
 struct Sinks {

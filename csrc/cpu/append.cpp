@@ -13,7 +13,7 @@ template <class Elem>
 struct Job {
   const AppendParams* p;
   int workers;
-  std::vector<RotaryAcc<Elem>> angles;  // (workers, 2 * half)
+  std::vector<AccumulatorOf<Elem>> angles;  // (workers, 2 * half)
 };
 
 template <class Elem>

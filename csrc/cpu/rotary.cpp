@@ -11,7 +11,7 @@ template <class Elem>
 struct Job {
   const RotaryParams* p;
   int workers;
-  std::vector<RotaryAcc<Elem>> angles;  // (workers, 2 * half)
+  std::vector<AccumulatorOf<Elem>> angles;  // (workers, 2 * half)
 };
 
 // One worker's share of the (batch, row)s.

@@ -7,10 +7,7 @@
 // that positions lie in the tables.
 #pragma once
 
-#include <type_traits>
-
-#include "cpu/simd.h"
-#include "plan/kernel_list.h"
+#include "cpu/elementwise.h"
 
 namespace flash_attn::cpu {
 
@@ -32,9 +29,6 @@ struct RotaryParams {
 };
 
 void rotary(const RotaryParams& params, int workers, ParallelFor parallel_for);
-
-template <class Elem>
-using RotaryAcc = std::conditional_t<std::is_same_v<Elem, double>, double, float>;
 
 // `buffer`: room for 2 * half values, filled with cos and then sin of a position.
 template <class Acc>
@@ -71,32 +65,6 @@ void rotate_row(
   for (int c = 2 * t.half; c < dim; ++c) {
     dst[c * stride] = src[c];
   }
-}
-
-// Calls body(Elem{}) with the storage type of a dtype.
-template <class Body>
-void with_element(DType dtype, const Body& body) {
-  switch (dtype) {
-    case DType::kF64: body(double{}); break;
-    case DType::kF32: body(float{}); break;
-    case DType::kF16: body(Half{}); break;
-    case DType::kBF16: body(BFloat{}); break;
-  }
-}
-
-// Work of `rows` equal rows of `values` elements, cut for as many workers as it is worth: starting
-// a thread costs about what 16,384 elements do.
-inline int useful_workers(int64_t rows, int64_t values, int workers) {
-  const int64_t worth = rows * values / 16384;
-  return static_cast<int>(worth < 1 ? 1 : worth < workers ? worth : workers);
-}
-
-// The rows of worker w.
-struct RowRange {
-  int64_t begin, end;
-};
-inline RowRange rows_of_worker(int64_t rows, int workers, int w) {
-  return {rows * w / workers, rows * (w + 1) / workers};
 }
 
 }  // namespace flash_attn::cpu

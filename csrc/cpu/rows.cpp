@@ -54,6 +54,6 @@ static const KernelList* const kLists[] = {
     &cpu::kScalarKernels,
 };
 extern const KernelTable kCpuTable;
-const KernelTable kCpuTable = {kLists, sizeof(kLists) / sizeof(kLists[0])};
+const KernelTable kCpuTable = {kLists, sizeof(kLists) / sizeof(kLists[0]), cpu::detect_isa};
 
 }  // namespace flash_attn

@@ -48,6 +48,7 @@ struct KernelList {
 struct KernelTable {
   const KernelList* const* lists;
   size_t size;
+  uint32_t (*cpu_isa)() = nullptr;  // what this machine runs (bits of Isa); null in GPU libraries
 };
 extern const KernelTable kCpuTable;   // csrc/cpu/rows.cpp, in _C_cpu
 extern const KernelTable kCudaTable;  // csrc/cuda/inst/rows.cpp, in _C_cuda

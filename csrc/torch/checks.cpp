@@ -10,35 +10,32 @@ namespace flash_attn {
 
 namespace {
 
-std::vector<int64_t> sizes_of(const Tensor& t) {
-  const auto sizes = t.sizes();
-  return std::vector<int64_t>(sizes.begin(), sizes.end());
+int64_t last(const Tensor& t) {
+  return t.size(t.dim() - 1);
 }
 
-int64_t last(const Tensor& t) { return t.size(t.dim() - 1); }
-
 // Stride of dimension d; 0 where it has one element.
-int64_t step(const Tensor& t, int64_t d) { return t.size(d) == 1 ? 0 : t.stride(d); }
+int64_t step(const Tensor& t, int64_t d) {
+  return t.size(d) == 1 ? 0 : t.stride(d);
+}
 
-bool packed_k(const OpInputs& in) { return in.cu_seqlens_k && !in.block_table; }
+bool packed_k(const OpInputs& in) {
+  return in.cu_seqlens_k && !in.block_table;
+}
 
 int64_t batch_of(const OpInputs& in) {
   return in.cu_seqlens_q ? in.cu_seqlens_q->size(0) - 1 : in.q.size(0);
 }
 
-// Key slots of each sequence where the host knows them: not packed.
-int64_t key_room(const OpInputs& in) {
-  return in.block_table ? in.k.size(1) * in.block_table->size(1) : in.k.size(1);
-}
-
 void check_rank(const Tensor& t, const char* name, int64_t rank) {
   if (t.dim() != rank) {
-    raise("ValueError", message(name, " must have ", rank, " dimensions, got shape ", shape_text(t.sizes())));
+    raise("ValueError",
+          message(name, " must have ", rank, " dimensions, got shape ", shape_text(t.sizes())));
   }
   for (int64_t size : t.sizes()) {
     if (size > INT32_MAX) {
-      raise("ValueError",
-            message(name, " must have fewer than 2^31 of each dimension, got shape ", shape_text(t.sizes())));
+      raise("ValueError", message(name, " must have fewer than 2^31 of each dimension, got shape ",
+                                  shape_text(t.sizes())));
     }
   }
 }
@@ -46,8 +43,9 @@ void check_rank(const Tensor& t, const char* name, int64_t rank) {
 void check_qkv(const OpInputs& in) {
   dtype_of(in.q, "q");
   if (in.k.scalar_type() != in.q.scalar_type() || in.v.scalar_type() != in.q.scalar_type()) {
-    raise("TypeError", message("q, k and v must have one dtype, got ", dtype_name(in.q.scalar_type()), ", ",
-                               dtype_name(in.k.scalar_type()), " and ", dtype_name(in.v.scalar_type())));
+    raise("TypeError",
+          message("q, k and v must have one dtype, got ", dtype_name(in.q.scalar_type()), ", ",
+                  dtype_name(in.k.scalar_type()), " and ", dtype_name(in.v.scalar_type())));
   }
   check_rank(in.q, "q", in.cu_seqlens_q ? 3 : 4);
   check_rank(in.k, "k", packed_k(in) ? 3 : 4);
@@ -58,23 +56,26 @@ void check_qkv(const OpInputs& in) {
   v_sizes.back() = last(in.v);
   check_shape(in.v, "v", v_sizes);
   if (last(in.q) != last(in.k) || last(in.q) < 1 || last(in.v) < 1) {
-    raise("ValueError", message("q and k must have one head_dim of at least 1, and v one of at least 1, got ",
-                                last(in.q), ", ", last(in.k), " and ", last(in.v)));
+    raise("ValueError",
+          message("q and k must have one head_dim of at least 1, and v one of at least 1, got ",
+                  last(in.q), ", ", last(in.k), " and ", last(in.v)));
   }
   const int64_t heads = in.q.size(in.q.dim() - 2), heads_k = in.k.size(in.k.dim() - 2);
-  if (heads_k < 1 || heads % heads_k != 0) {
-    raise("ValueError", message("num_heads must be a multiple of num_heads_k, got ", heads, " and ", heads_k,
-                                " (q.shape[-2], k.shape[-2])"));
+  if (heads_k == 0 ? heads != 0 : heads % heads_k != 0) {
+    raise("ValueError", message("num_heads must be a multiple of num_heads_k, got ", heads, " and ",
+                                heads_k, " (q.shape[-2], k.shape[-2])"));
   }
 }
 
 void check_lengths(const OpInputs& in) {
   const int64_t batch = batch_of(in);
-  for (const auto& [tensor, name] : {std::pair<const OptTensor&, const char*>(in.cu_seqlens_q, "cu_seqlens_q"),
-                                     {in.cu_seqlens_k, "cu_seqlens_k"}}) {
+  for (const auto& [tensor, name] :
+       {std::pair<const OptTensor&, const char*>(in.cu_seqlens_q, "cu_seqlens_q"),
+        {in.cu_seqlens_k, "cu_seqlens_k"}}) {
     if (!tensor) continue;
     if (tensor->dim() != 1 || tensor->size(0) < 1) {
-      raise("ValueError", message(name, " must have shape (batch + 1,), got ", shape_text(tensor->sizes())));
+      raise("ValueError",
+            message(name, " must have shape (batch + 1,), got ", shape_text(tensor->sizes())));
     }
     check_per_batch(*tensor, name, batch + 1, in.q);
   }
@@ -82,16 +83,19 @@ void check_lengths(const OpInputs& in) {
   if (in.leftpad_k) check_per_batch(*in.leftpad_k, "leftpad_k", batch, in.q);
   if (in.cache_batch_idx) check_per_batch(*in.cache_batch_idx, "cache_batch_idx", batch, in.q);
   if (in.block_table) {
-    if (in.cache_batch_idx) raise("ValueError", "block_table and cache_batch_idx exclude each other, got both");
+    if (in.cache_batch_idx)
+      raise("ValueError", "block_table and cache_batch_idx exclude each other, got both");
     if (in.block_table->dim() != 2 || in.block_table->size(0) != batch) {
-      raise("ValueError", message("block_table must have shape (batch, max_pages), (", batch, ", …), got ",
-                                  shape_text(in.block_table->sizes())));
+      raise("ValueError", message("block_table must have shape (batch, max_pages), (", batch,
+                                  ", …), got ", shape_text(in.block_table->sizes())));
     }
     check_dtype(*in.block_table, "block_table", ScalarType::Int);
     check_device(*in.block_table, "block_table", in.q);
-    if (in.k.size(1) < 1) raise("ValueError", "k must have pages of at least one slot, got a page size of 0");
+    if (in.k.size(1) < 1)
+      raise("ValueError", "k must have pages of at least one slot, got a page size of 0");
   } else if (!in.cu_seqlens_k && !in.cache_batch_idx && in.k.size(0) != batch) {
-    raise("ValueError", message("q and k must have one batch size, got ", batch, " and ", in.k.size(0)));
+    raise("ValueError",
+          message("q and k must have one batch size, got ", batch, " and ", in.k.size(0)));
   }
 }
 
@@ -100,7 +104,8 @@ void check_bias(const OpInputs& in) {
   const int64_t batch = batch_of(in), heads = in.q.size(in.q.dim() - 2);
   const ScalarType type = bias.scalar_type();
   const bool wide = in.q.scalar_type() == ScalarType::Double;
-  if (type != ScalarType::Bool && type != in.q.scalar_type() && (wide || type != ScalarType::Float)) {
+  if (type != ScalarType::Bool && type != in.q.scalar_type() &&
+      (wide || type != ScalarType::Float)) {
     raise("TypeError", message("attn_bias must be bool, ", dtype_name(in.q.scalar_type()),
                                wide ? "" : " or float32", ", got ", dtype_name(type)));
   }
@@ -108,18 +113,24 @@ void check_bias(const OpInputs& in) {
   check_rank(bias, "attn_bias", 4);
   const bool ragged = in.seqused_k || in.leftpad_k || in.block_table || in.cu_seqlens_k;
   const auto fits = [&](int d, int64_t size) { return bias.size(d) == 1 || bias.size(d) == size; };
-  const bool right = fits(0, batch) && fits(1, heads) && (in.cu_seqlens_q || fits(2, in.q.size(1))) &&
+  const bool right = fits(0, batch) && fits(1, heads) &&
+                     (in.cu_seqlens_q || fits(2, in.q.size(1))) &&
                      (ragged || fits(3, in.k.size(1)));
   if (!right) {
-    raise("ValueError", message("attn_bias must be broadcastable to (batch, num_heads, seqlen_q, seqlen_k), got ",
-                                shape_text(bias.sizes()), " for batch ", batch, ", ", heads, " heads, q ",
-                                shape_text(in.q.sizes()), " and k ", shape_text(in.k.sizes())));
+    raise("ValueError",
+          message("attn_bias must be broadcastable to (batch, num_heads, seqlen_q, seqlen_k), got ",
+                  shape_text(bias.sizes()), " for batch ", batch, ", ", heads, " heads, q ",
+                  shape_text(in.q.sizes()), " and k ", shape_text(in.k.sizes())));
   }
 }
 
-void check_list(const OpInputs& in, const OptTensor& counts, const OptTensor& index, const char* name) {
+void check_list(const OpInputs& in,
+                const OptTensor& counts,
+                const OptTensor& index,
+                const char* name) {
   if (!counts || !index) {
-    raise("ValueError", message("block_mask must come with counts and indices, got one of them (", name, ")"));
+    raise("ValueError",
+          message("block_mask must come with counts and indices, got one of them (", name, ")"));
   }
   check_rank(*counts, "block_mask's counts", 3);
   check_rank(*index, "block_mask's indices", 4);
@@ -132,21 +143,24 @@ void check_list(const OpInputs& in, const OptTensor& counts, const OptTensor& in
   check_shape(*index, "block_mask's indices", sizes);
   const int64_t batch = batch_of(in), heads = in.q.size(in.q.dim() - 2);
   if ((sizes[0] != 1 && sizes[0] != batch) || (sizes[1] != 1 && sizes[1] != heads)) {
-    raise("ValueError", message("block_mask must be of batch 1 or ", batch, " and heads 1 or ", heads, ", got ",
-                                shape_text(counts->sizes())));
+    raise("ValueError", message("block_mask must be of batch 1 or ", batch, " and heads 1 or ",
+                                heads, ", got ", shape_text(counts->sizes())));
   }
 }
 
 void check_block_mask(const OpInputs& in) {
   if (in.block_q < 1 || in.block_k < 1 || in.block_q > INT32_MAX || in.block_k > INT32_MAX) {
-    raise("ValueError", message("block_mask's block size must be at least 1, got ", in.block_q, " and ", in.block_k));
+    raise("ValueError", message("block_mask's block size must be at least 1, got ", in.block_q,
+                                " and ", in.block_k));
   }
   check_list(in, in.block_counts, in.block_index, "forward lists");
-  if (in.block_counts_t || in.block_index_t) check_list(in, in.block_counts_t, in.block_index_t, "transposed lists");
+  if (in.block_counts_t || in.block_index_t)
+    check_list(in, in.block_counts_t, in.block_index_t, "transposed lists");
   const auto expect = [](const char* name, int64_t length, int64_t block, int64_t got) {
     if (got != ceil_div(length, block)) {
-      raise("ValueError", message("block_mask must have ", ceil_div(length, block), " block ", name, " for ", length,
-                                  " positions in blocks of ", block, ", got ", got));
+      raise("ValueError",
+            message("block_mask must have ", ceil_div(length, block), " block ", name, " for ",
+                    length, " positions in blocks of ", block, ", got ", got));
     }
   };
   if (!in.cu_seqlens_q) expect("rows", in.q.size(1), in.block_q, in.block_counts->size(2));
@@ -160,14 +174,16 @@ void check_numbers(const OpInputs& in) {
     raise("ValueError", message("softmax_scale must be a finite number, got ", in.softmax_scale));
   }
   if (!(in.softcap >= 0) || !std::isfinite(in.softcap)) {
-    raise("ValueError", message("softcap must be a finite number >= 0 (0 is off), got ", in.softcap));
+    raise("ValueError",
+          message("softcap must be a finite number >= 0 (0 is off), got ", in.softcap));
   }
   if (!(in.dropout_p >= 0 && in.dropout_p < 1)) {
-    raise("ValueError", message("dropout_p must be a number with 0 <= dropout_p < 1, got ", in.dropout_p));
+    raise("ValueError",
+          message("dropout_p must be a number with 0 <= dropout_p < 1, got ", in.dropout_p));
   }
   if (in.window_left < -1 || in.window_right < -1) {
-    raise("ValueError", message("window_size must hold ints >= 0, or -1 for unlimited, got (", in.window_left, ", ",
-                                in.window_right, ")"));
+    raise("ValueError", message("window_size must hold ints >= 0, or -1 for unlimited, got (",
+                                in.window_left, ", ", in.window_right, ")"));
   }
 }
 
@@ -178,8 +194,9 @@ void check_scores(const OpInputs& in) {
     const Tensor& slopes = *in.alibi_slopes;
     check_dtype(slopes, "alibi_slopes", ScalarType::Float);
     check_device(slopes, "alibi_slopes", in.q);
-    check_shape(slopes, "alibi_slopes",
-                slopes.dim() == 2 ? std::vector<int64_t>{batch, heads} : std::vector<int64_t>{heads});
+    check_shape(
+        slopes, "alibi_slopes",
+        slopes.dim() == 2 ? std::vector<int64_t>{batch, heads} : std::vector<int64_t>{heads});
   }
   if (in.sinks) {
     check_dtype(*in.sinks, "learnable_sink", scalar_type(accumulator_type(dtype_of(in.q, "q"))));
@@ -200,13 +217,15 @@ void check_scores(const OpInputs& in) {
 
 void check_shape(const Tensor& t, const char* name, const std::vector<int64_t>& sizes) {
   if (sizes_of(t) != sizes) {
-    raise("ValueError", message(name, " must have shape ", shape_text(sizes), ", got ", shape_text(t.sizes())));
+    raise("ValueError",
+          message(name, " must have shape ", shape_text(sizes), ", got ", shape_text(t.sizes())));
   }
 }
 
 void check_dtype(const Tensor& t, const char* name, ScalarType type) {
   if (t.scalar_type() != type) {
-    raise("TypeError", message(name, " must be ", dtype_name(type), ", got ", dtype_name(t.scalar_type())));
+    raise("TypeError",
+          message(name, " must be ", dtype_name(type), ", got ", dtype_name(t.scalar_type())));
   }
 }
 
@@ -250,3 +269,5 @@ const int32_t* int_data(const Tensor& t) {
   static const int32_t kNone = 0;
   return t.numel() == 0 ? &kNone : static_cast<const int32_t*>(t.data_ptr());
 }
+
+}  // namespace flash_attn

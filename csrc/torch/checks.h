@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// From tensors to one AttnParams. Shapes and dtypes are checked again here (Python has done it with the
-// same words); what lies inside the integer tensors is read only on the CPU, where reading costs nothing,
-// and before anything is computed or written.
+// From tensors to one AttnParams. Shapes and dtypes are checked again here (Python has done it with
+// the same words); what lies inside the integer tensors is read only on the CPU, where reading
+// costs nothing, and before anything is computed or written.
 #pragma once
 
 #include <optional>
@@ -35,19 +35,26 @@ struct Problem {
 // Throws with a marker (compat.h) where shapes, dtypes, devices or numbers do not fit.
 void check_inputs(const OpInputs& in);
 
-// Everything but the outputs. Calls check_inputs; on the CPU checks lengths, pages and block lists as
-// well, and takes the longest lengths as seqlen_q and seqlen_k.
+// Everything but the outputs. Calls check_inputs; on the CPU checks lengths, pages and block lists
+// as well, and takes the longest lengths as seqlen_q and seqlen_k.
 Problem fill_params(const OpInputs& in);
 
-// Strides of (batch, row, head, dim), packed (row, head, dim); 0 for dimensions of size 1, whose strides
-// mean nothing. The last dimension is contiguous.
+inline std::vector<int64_t> sizes_of(const Tensor& t) {
+  const auto sizes = t.sizes();
+  return std::vector<int64_t>(sizes.begin(), sizes.end());
+}
+
+// Strides of (batch, row, head, dim), packed (row, head, dim); 0 for dimensions of size 1, whose
+// strides mean nothing. The last dimension is contiguous.
 TensorRef tensor_ref(const Tensor& t);
 
-// `t`, or a contiguous copy where its last dimension is not contiguous; `kept` keeps the copy alive.
+// `t`, or a contiguous copy where its last dimension is not contiguous; `kept` keeps the copy
+// alive.
 Tensor with_unit_stride(const Tensor& t, std::vector<Tensor>& kept);
 Tensor as_contiguous(const Tensor& t, std::vector<Tensor>& kept);
 
-// Data of an int32 tensor, never null: a null pointer means an absent feature, an empty tensor does not.
+// Data of an int32 tensor, never null: a null pointer means an absent feature, an empty tensor does
+// not.
 const int32_t* int_data(const Tensor& t);
 
 void check_shape(const Tensor& t, const char* name, const std::vector<int64_t>& sizes);
@@ -58,6 +65,8 @@ void check_per_batch(const Tensor& t, const char* name, int64_t batch, const Ten
 
 // Pages that hold slots [0, length) of sequence `batch` exist, or are -1: ValueError otherwise.
 void check_pages(const Pages& pages, int batch, int64_t length);
+// Whether a sequence has no page at all: it is padding, whatever its length says.
+bool is_padding(const Pages& pages, int batch);
 // Entries of cache_batch_idx exist.
 void check_entries(const int32_t* index, int64_t batch, int64_t entries);
 

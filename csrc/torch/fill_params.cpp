@@ -10,9 +10,13 @@ namespace flash_attn {
 
 namespace {
 
-int64_t step(const Tensor& t, int64_t d) { return t.size(d) == 1 ? 0 : t.stride(d); }
+int64_t step(const Tensor& t, int64_t d) {
+  return t.size(d) == 1 ? 0 : t.stride(d);
+}
 
-int narrowed(int64_t size) { return static_cast<int>(std::min<int64_t>(size, INT32_MAX)); }
+int narrowed(int64_t size) {
+  return static_cast<int>(std::min<int64_t>(size, INT32_MAX));
+}
 
 // ---- features
 
@@ -85,9 +89,10 @@ void fill_scores(Problem& problem, const OpInputs& in) {
     p.bias.col = step(bias, 3);
     p.bias.boolean = bias.scalar_type() == ScalarType::Bool;
     if (!p.bias.boolean) p.bias.dtype = dtype_of(bias, "attn_bias");
-    // Lengths that nobody has read must not lead past the bias.
-    if (bias.size(2) > 1) p.seqlen_q = narrowed(std::min<int64_t>(p.seqlen_q, bias.size(2)));
-    if (bias.size(3) > 1) p.seqlen_k = narrowed(std::min<int64_t>(p.seqlen_k, bias.size(3)));
+    if (!in.q.is_cpu()) {  // lengths that nobody has read must not lead past the bias
+      if (bias.size(2) > 1) p.seqlen_q = narrowed(std::min<int64_t>(p.seqlen_q, bias.size(2)));
+      if (bias.size(3) > 1) p.seqlen_k = narrowed(std::min<int64_t>(p.seqlen_k, bias.size(3)));
+    }
   }
   if (in.alibi_slopes) {
     const Tensor slopes = as_contiguous(*in.alibi_slopes, problem.kept);
@@ -98,9 +103,10 @@ void fill_scores(Problem& problem, const OpInputs& in) {
   // Rounded as Python rounds; at least one lane value is kept, so that the scale is finite.
   const double kept = std::max(1.0, std::nearbyint((1.0 - in.dropout_p) * 65536));
   if (in.philox && kept < 65536) {
-    p.dropout.philox = static_cast<const int64_t*>(as_contiguous(*in.philox, problem.kept).data_ptr());
+    p.dropout.philox =
+        static_cast<const int64_t*>(as_contiguous(*in.philox, problem.kept).data_ptr());
     p.dropout.keep_below = static_cast<uint32_t>(kept);
-    p.dropout.scale = static_cast<float>(65536 / kept);
+    p.dropout.scale = 65536 / kept;
   }
 }
 
@@ -135,15 +141,14 @@ int check_key_lengths(const AttnParams& p, int room) {
   for (int b = 0; b < p.batch; ++b) {
     const int most = cu != nullptr ? cu[b + 1] - cu[b] : room;
     const int length = p.seq_k.used != nullptr ? p.seq_k.used[b] : most;
-    // A sequence without any page is padding, whatever its length says.
-    const bool padding = p.pages.table != nullptr && SeqInfo(p, b).k_len == 0;
-    if ((length < 0 || length > most) && !padding) {
+    if ((length < 0 || length > most) && !is_padding(p.pages, b)) {
       raise("ValueError", message("seqused_k[", b, "] must lie in 0 to ", most, ", got ", length));
     }
     if (p.seq_k.leftpad != nullptr && p.seq_k.leftpad[b] < 0) {
-      raise("ValueError", message("leftpad_k[", b, "] must not be negative, got ", p.seq_k.leftpad[b]));
+      raise("ValueError",
+            message("leftpad_k[", b, "] must not be negative, got ", p.seq_k.leftpad[b]));
     }
-    longest = std::max(longest, std::min(length, most));
+    longest = std::max(longest, std::min(length, room));
   }
   return longest;
 }
@@ -204,9 +209,9 @@ void check_content(AttnParams& p, const OpInputs& in) {
   if (p.bias.ptr != nullptr) {
     const int64_t rows = in.bias->size(2), columns = in.bias->size(3);
     if ((rows != 1 && rows < p.seqlen_q) || (columns != 1 && columns < p.seqlen_k)) {
-      raise("ValueError", message("attn_bias must reach the longest sequences, ", p.seqlen_q,
-                                  " queries and ", p.seqlen_k, " keys, or be 1 there, got shape ",
-                                  shape_text(in.bias->sizes())));
+      raise("ValueError",
+            message("attn_bias must reach the longest sequences, ", p.seqlen_q, " queries and ",
+                    p.seqlen_k, " keys, or be 1 there, got shape ", shape_text(in.bias->sizes())));
     }
   }
   if (p.mask.blocks.index != nullptr) check_block_mask(p, in);
@@ -216,20 +221,28 @@ void check_content(AttnParams& p, const OpInputs& in) {
 
 void check_pages(const Pages& pages, int batch, int64_t length) {
   const int32_t* row = pages.table + batch * pages.table_stride;
-  const int64_t used = std::min<int64_t>(ceil_div<int64_t>(length, pages.page_size), pages.max_pages);
+  const int64_t used =
+      std::min<int64_t>(ceil_div<int64_t>(length, pages.page_size), pages.max_pages);
   for (int64_t column = 0; column < used; ++column) {
     if (row[column] < -1 || row[column] >= pages.num_pages) {
-      raise("ValueError", message("block_table[", batch, ", ", column, "] must lie in 0 to ",
-                                  pages.num_pages - 1, ", or be -1 for no page, got ", row[column]));
+      raise("ValueError",
+            message("block_table[", batch, ", ", column, "] must lie in 0 to ", pages.num_pages - 1,
+                    ", or be -1 for no page, got ", row[column]));
     }
   }
+}
+
+bool is_padding(const Pages& pages, int batch) {
+  if (pages.table == nullptr) return false;
+  const int32_t* row = pages.table + batch * pages.table_stride;
+  return std::all_of(row, row + pages.max_pages, [](int32_t page) { return page == -1; });
 }
 
 void check_entries(const int32_t* index, int64_t batch, int64_t entries) {
   for (int64_t b = 0; b < batch; ++b) {
     if (index[b] < 0 || index[b] >= entries) {
-      raise("ValueError", message("cache_batch_idx[", b, "] must lie in 0 to ", entries - 1, ", got ",
-                                  index[b]));
+      raise("ValueError",
+            message("cache_batch_idx[", b, "] must lie in 0 to ", entries - 1, ", got ", index[b]));
     }
   }
 }

@@ -106,6 +106,7 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q,
                                    int64_t window_right,
                                    int64_t block_q,
                                    int64_t block_k,
+                                   bool,
                                    int64_t family) {
   refuse(Pass::kForward,
          {q,
