@@ -6,8 +6,8 @@
     EagerAttention       plain eager mode: the combined forward(ctx, ...) form, the cheap one
     FunctorchAttention   under vmap, grad, jvp transforms: setup_context and a vmap rule
 
-Saved for the backward pass are the inputs, out, lse and the dropout seed: nothing of size seqlen_q x
-seqlen_k. Argument orders are those of the operators (csrc/torch/schema.cpp).
+Saved for the backward pass are the inputs, out, lse and the dropout seed: nothing of size seqlen_q
+x seqlen_k. Argument orders are those of the operators (csrc/torch/schema.cpp).
 """
 
 from __future__ import annotations
@@ -19,25 +19,33 @@ from torch.autograd import forward_ad
 from . import _ops
 from ._ops import call
 
-# Positions of the differentiable inputs among the arguments of the operator `forward`, and their number.
+# Positions of the differentiable inputs among the arguments of the operator `forward`, and their
+# number.
 _DIFFERENTIABLE = (0, 1, 2, 9, 10, 11)
 _NUM_FORWARD = 26
 
 
 def attend(arguments: tuple) -> tuple[Tensor, Tensor]:
-    """The operator `forward`, differentiable. Takes its arguments in its order; returns (out, lse)."""
+    """The operator `forward`, differentiable. Takes its arguments in its order; returns (out,
+    lse)."""
     if torch.compiler.is_compiling():
         return _ops.forward(*arguments)
     if torch._C._are_functorch_transforms_active():
         return FunctorchAttention.apply(*arguments)
-    if (torch.is_grad_enabled() and _wants_gradient(*arguments[:12])) or forward_ad._current_level >= 0:
-        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, _, _, _, bias, slopes, sinks = arguments[:12]
+    if (
+        torch.is_grad_enabled() and _wants_gradient(*arguments[:12])
+    ) or forward_ad._current_level >= 0:
+        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, _, _, _, bias, slopes, sinks = arguments[
+            :12
+        ]
         lengths = cu_seqlens_q, cu_seqlens_k, seqused_k
         return _apply_eager(q, k, v, bias, slopes, sinks, lengths, arguments)
     return call(_ops.forward, *arguments)
 
 
-def _wants_gradient(q, k, v, _cu_q, _cu_k, _used, _leftpad, _index, _table, bias, slopes, sinks) -> bool:
+def _wants_gradient(
+    q, k, v, _cu_q, _cu_k, _used, _leftpad, _index, _table, bias, slopes, sinks
+) -> bool:
     return (
         q.requires_grad
         or k.requires_grad
@@ -52,8 +60,8 @@ def _gradients(run, needs, dout, dlse, q, k, v, out, lse, lengths, bias, slopes,
     """The backward pass; `run` calls the operator `backward`. Returns gradients or None for each of
     q, k, v, bias, slopes, sinks.
 
-    needs: six bools. lengths: (cu_seqlens_q, cu_seqlens_k, seqused_k). rest: what follows sinks in the
-    operator `forward`.
+    needs: six bools. lengths: (cu_seqlens_q, cu_seqlens_k, seqused_k). rest: what follows sinks in
+    the operator `forward`.
     """
     bits = sum(bool(need) << bit for bit, need in enumerate(needs))
     if dout is None:
@@ -78,18 +86,21 @@ def _call_backward(*arguments):
 
 def _refuse_jvp():
     raise NotImplementedError(
-        "flash_attn: forward-mode differentiation (jvp) is not implemented; backend=\"reference\" has it"
+        "flash_attn: forward-mode differentiation (jvp) is not implemented; "
+        'backend="reference" has it'
     )
 
 
 def _refuse_double_backward():
     raise NotImplementedError(
-        "flash_attn: double backward is not implemented; backend=\"reference\" is differentiable twice"
+        "flash_attn: double backward is not implemented; "
+        'backend="reference" is differentiable twice'
     )
 
 
 class EagerAttention(torch.autograd.Function):
-    """Plain eager mode. `arguments` is the whole call; the inputs before it are there to be tracked."""
+    """Plain eager mode. `arguments` is the whole call; the inputs before it are there to be
+    tracked."""
 
     @staticmethod
     def forward(ctx, q, k, v, bias, slopes, sinks, lengths, arguments):
@@ -102,7 +113,8 @@ class EagerAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout, dlse):
         q, k, v, out, lse, cu_q, cu_k, used, bias, slopes, sinks, *lists = ctx.saved_tensors
-        # In grad mode somebody may differentiate the gradients: they must not come out as constants.
+        # In grad mode somebody may differentiate the gradients: they must not come out as
+        # constants.
         run = BackwardOperator.apply if torch.is_grad_enabled() else _call_backward
         grads = _gradients(
             run,
@@ -150,7 +162,9 @@ def _backward(ctx, dout, dlse, run):
     lengths = cu_q, cu_k, used
     needs = [ctx.needs_input_grad[position] for position in _DIFFERENTIABLE]
     rest = (*lists, *ctx.options)
-    grads = _gradients(run, needs, dout, dlse, q, k, v, out, lse, lengths, bias, slopes, sinks, rest)
+    grads = _gradients(
+        run, needs, dout, dlse, q, k, v, out, lse, lengths, bias, slopes, sinks, rest
+    )
     result = [None] * _NUM_FORWARD
     for position, grad in zip(_DIFFERENTIABLE, grads, strict=True):
         result[position] = grad
@@ -204,7 +218,8 @@ class BackwardOperator(torch.autograd.Function):
 
 
 def _register() -> None:
-    """Autograd and vmap rules of the operators themselves: for compile, export and direct callers."""
+    """Autograd and vmap rules of the operators themselves: for compile, export and direct
+    callers."""
     torch.library.register_autograd(
         "flash_attn::forward",
         lambda ctx, dout, dlse: _backward(ctx, dout, dlse, _ops.backward),
@@ -243,7 +258,7 @@ def _no_gradient(name):
 
 
 def _vmap_forward(apply, size: int, in_dims, arguments):
-    lengths, bias, slopes, sinks, *rest = arguments[3:9], *arguments[9:17]
+    lengths, bias, slopes, _sinks, *rest = arguments[3:9], *arguments[9:17]
     if not _foldable(lengths, bias, slopes, rest, in_dims[9:17]):
         return _vmap_loop(apply, size, in_dims, arguments)
     folded = (_fold(x, dim, size) for x, dim in zip(arguments[:3], in_dims[:3], strict=True))
@@ -252,7 +267,7 @@ def _vmap_forward(apply, size: int, in_dims, arguments):
 
 def _vmap_backward(apply, size: int, in_dims, arguments):
     needs = arguments[-2]
-    lengths, bias, slopes, sinks, *rest = arguments[7:10], *arguments[10:18]
+    lengths, bias, slopes, _sinks, *rest = arguments[7:10], *arguments[10:18]
     # Gradients of what the batch entries share would have to be kept apart: the loop does that.
     if needs & ~7 or not _foldable(lengths, bias, slopes, rest, in_dims[10:18]):
         return _vmap_loop(apply, size, in_dims, arguments)
@@ -265,7 +280,8 @@ def _vmap_backward(apply, size: int, in_dims, arguments):
 
 
 def _foldable(lengths, bias, slopes, rest, in_dims) -> bool:
-    """Dense, without dropout, and nothing but q, k, v (and what belongs to them) depends on the batch.
+    """Dense, without dropout, and nothing but q, k, v (and what belongs to them) depends on the
+    batch.
 
     rest: block_counts, block_index, their transposes, philox. in_dims: of bias and all after it.
     """
@@ -292,7 +308,12 @@ def _unfold(x: Tensor, size: int) -> Tensor:
 def _vmap_loop(apply, size: int, in_dims, arguments):
     """One call for each entry of the mapped dimension."""
     calls = [
-        apply(*(x if dim is None else x.select(dim, i) for x, dim in zip(arguments, in_dims, strict=True)))
+        apply(
+            *(
+                x if dim is None else x.select(dim, i)
+                for x, dim in zip(arguments, in_dims, strict=True)
+            )
+        )
         for i in range(size)
     ]
     outputs = tuple(torch.stack(parts) for parts in zip(*calls, strict=True))

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Refuses bad arguments before anything runs, each with its name, what came and what is allowed.
 
-TypeError for dtypes and kinds, ValueError for shapes and values, NotImplementedError for features. Only
-what the host knows is looked at: shapes and dtypes, never the contents of a tensor. `inputs` runs at every
-call and is kept cheap; the others run only for arguments that were given.
+TypeError for dtypes and kinds, ValueError for shapes and values, NotImplementedError for features.
+Only what the host knows is looked at: shapes and dtypes, never the contents of a tensor. `inputs`
+runs at every call and is kept cheap; the others run only for arguments that were given.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -39,55 +39,71 @@ def shape(tensor: Tensor) -> tuple[int, ...]:
 # ---- q, k, v
 
 
-# How q, and k and v, lie: (rank of q, rank of k and v, shape of q, shape of k; for messages).
+class Layout(NamedTuple):
+    """How q, and k and v, lie; the texts are for messages."""
+
+    rank_q: int
+    rank_k: int
+    shape_q: str
+    shape_k: str
+    k: str = "k"
+    v: str = "v"
+
+
 _BATCHED, _PACKED = "(batch, seqlen, num_heads, head_dim)", "(total, num_heads, head_dim)"
+_CAPACITY = "(batch, capacity, num_heads_k, head_dim)"
 _PAGES = "(num_pages, page_size, num_heads_k, head_dim)"
-DENSE = (4, 4, _BATCHED, _BATCHED)
-PACKED = (3, 3, _PACKED, _PACKED)
-PACKED_PAGED = (3, 4, _PACKED, _PAGES)
-CACHE = (4, 4, _BATCHED, "(batch, capacity, num_heads_k, head_dim)")
-CACHE_PAGED = (4, 4, _BATCHED, _PAGES)
+DENSE = Layout(4, 4, _BATCHED, _BATCHED)
+PACKED = Layout(3, 3, _PACKED, _PACKED)
+PACKED_PAGED = Layout(3, 4, _PACKED, _PAGES)
+CACHE = Layout(4, 4, _BATCHED, _CAPACITY, "k_cache", "v_cache")
+CACHE_PAGED = Layout(4, 4, _BATCHED, _PAGES, "k_cache", "v_cache")
 
 
 def inputs(
-    q: Tensor, k: Tensor, v: Tensor, layout: tuple[int, int, str, str], cast: bool = True
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, cast: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Checks what must agree; returns q, k, v as the kernels take them.
 
-    Under torch.autocast that is in its dtype if `cast` (fp64 stays, as everywhere in torch), and always
-    with a contiguous last dimension. One function for all of it: each call of another would show on tiny
-    tensors.
+    Under torch.autocast that is in its dtype if `cast` (fp64 stays, as everywhere in torch), and
+    always with a contiguous last dimension. One function for all of it: each call of another would
+    show on tiny tensors.
     """
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
-        kind_error(("q", q), ("k", k), ("v", v))
+        kind_error(("q", q), (layout.k, k), (layout.v, v))
     device, dtype = q.device, q.dtype
     if cast and autocast(device):
         q, k, v = _autocast(q, k, v)
         dtype = q.dtype
     q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
-    rank = layout[1]
-    if len(q_shape) != layout[0] or len(k_shape) != rank or len(v_shape) != rank:
+    rank = layout.rank_k
+    if len(q_shape) != layout.rank_q or len(k_shape) != rank or len(v_shape) != rank:
         _rank_error(q, k, v, layout)
     if k.dtype is not dtype or v.dtype is not dtype or dtype not in DTYPES:
-        _dtype_error(q, k, v)
+        _dtype_error(q, k, v, layout)
     if k.device != device or v.device != device:
-        shape_error(f"q, k and v must be on one device, got {device}, {k.device} and {v.device}")
+        shape_error(
+            f"q, {layout.k} and {layout.v} must be on one device, got {device}, {k.device} and "
+            f"{v.device}"
+        )
     head_dim, heads, heads_k = q_shape[-1], q_shape[-2], k_shape[-2]
     if k_shape[-1] != head_dim or head_dim < 1 or v_shape[-1] < 1:
-        _head_dim_error(q, k, v)
+        _head_dim_error(q, k, v, layout)
     # By index: slices of a torch.Size cost more than all of these.
     if v_shape[-2] != heads_k or v_shape[0] != k_shape[0] or v_shape[1] != k_shape[1]:
         shape_error(
-            "k and v must agree in all but head_dim (batch, seqlen_k, num_heads_k), got "
+            f"{layout.k} and {layout.v} must agree in all but head_dim, {layout.shape_k}, got "
             f"{shape(k)} and {shape(v)}"
         )
     if heads != heads_k and (heads_k == 0 or heads % heads_k):
         shape_error(
             f"num_heads must be a multiple of num_heads_k, got {heads} and {heads_k} "
-            "(q.shape[-2], k.shape[-2])"
+            f"(q.shape[-2], {layout.k}.shape[-2])"
         )
     if layout is DENSE and q_shape[0] != k_shape[0]:
-        shape_error(f"q and k must have one batch size, got {q_shape[0]} and {k_shape[0]} (shape[0])")
+        shape_error(
+            f"q and k must have one batch size, got {q_shape[0]} and {k_shape[0]} (shape[0])"
+        )
     if q.stride(-1) != 1:
         q = q.contiguous()
     if k.stride(-1) != 1:
@@ -109,37 +125,40 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
 def kind_error(*named: tuple[str, object]) -> NoReturn:
     for name, value in named:
         if not isinstance(value, Tensor):
-            raise TypeError(f"flash_attn: {name} must be a torch.Tensor, got {type(value).__name__}")
+            raise TypeError(
+                f"flash_attn: {name} must be a torch.Tensor, got {type(value).__name__}"
+            )
     raise AssertionError("unreachable: all are tensors")
 
 
-def _rank_error(q, k, v, layout) -> NoReturn:
-    rank_q, rank_k, shape_q, shape_k = layout
-    if q.dim() != rank_q:
-        shape_error(f"q must have shape {shape_q}, got {shape(q)}")
-    name, tensor = ("k", k) if k.dim() != rank_k else ("v", v)
-    shape_error(f"{name} must have shape {shape_k}, got {shape(tensor)}")
+def _rank_error(q, k, v, layout: Layout) -> NoReturn:
+    if q.dim() != layout.rank_q:
+        shape_error(f"q must have shape {layout.shape_q}, got {shape(q)}")
+    name, tensor = (layout.k, k) if k.dim() != layout.rank_k else (layout.v, v)
+    shape_error(f"{name} must have shape {layout.shape_k}, got {shape(tensor)}")
 
 
-def _dtype_error(q, k, v) -> NoReturn:
+def _dtype_error(q, k, v, layout: Layout) -> NoReturn:
+    names = f"q, {layout.k} and {layout.v}"
     if q.dtype != k.dtype or q.dtype != v.dtype:
         raise TypeError(
-            f"flash_attn: q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}; "
-            "torch.autocast casts them"
+            f"flash_attn: {names} must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}; "
+            "torch.autocast casts q, k and v"
         )
     raise TypeError(
-        f"flash_attn: q, k and v must be float16, bfloat16, float32 or float64, got {q.dtype}"
+        f"flash_attn: {names} must be float16, bfloat16, float32 or float64, got {q.dtype}"
     )
 
 
-def _head_dim_error(q, k, v) -> NoReturn:
+def _head_dim_error(q, k, v, layout: Layout) -> NoReturn:
     if q.shape[-1] != k.shape[-1]:
         shape_error(
-            f"q and k must have one head_dim, got {q.shape[-1]} and {k.shape[-1]} (q.shape[-1], k.shape[-1])"
+            f"q and {layout.k} must have one head_dim, got {q.shape[-1]} and {k.shape[-1]} "
+            f"(q.shape[-1], {layout.k}.shape[-1])"
         )
     shape_error(
         f"head_dim and head_dim_v must be at least 1, got {q.shape[-1]} and {v.shape[-1]} "
-        "(q.shape[-1], v.shape[-1])"
+        f"(q.shape[-1], {layout.v}.shape[-1])"
     )
 
 
@@ -150,8 +169,14 @@ def real(name: str, value, allowed: str) -> float:
     """A finite Python number; a 0-d CPU tensor is accepted."""
     if isinstance(value, Tensor) and value.dim() == 0 and value.device.type == "cpu":
         value = value.item()
-    if isinstance(value, (bool, complex)) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
-        found = f"a tensor of shape {shape(value)}" if isinstance(value, Tensor) else type(value).__name__
+    if isinstance(value, (bool, complex)) or not isinstance(
+        value, (int, float, torch.SymInt, torch.SymFloat)
+    ):
+        found = (
+            f"a tensor of shape {shape(value)}"
+            if isinstance(value, Tensor)
+            else type(value).__name__
+        )
         raise TypeError(f"flash_attn: {name} must be {allowed}, got {found}")
     if not -math.inf < value < math.inf:
         shape_error(f"{name} must be {allowed}, got {value}")
@@ -191,7 +216,8 @@ def window(value) -> tuple[int, int]:
         pair = value
     if not isinstance(pair, (tuple, list)):
         raise TypeError(
-            "flash_attn: window_size must be a tuple, a list or a CPU integer tensor of two ints, got "
+            "flash_attn: window_size must be a tuple, a list or a CPU integer tensor of two ints, "
+            "got "
             f"{type(value).__name__}"
         )
     if len(pair) != 2:
@@ -199,7 +225,8 @@ def window(value) -> tuple[int, int]:
     for side in pair:
         if isinstance(side, bool) or not isinstance(side, (int, torch.SymInt)):
             raise TypeError(
-                f"flash_attn: window_size must hold ints, -1 for unlimited, got {type(side).__name__}"
+                f"flash_attn: window_size must hold ints, -1 for unlimited, got "
+                f"{type(side).__name__}"
             )
         if side < -1:
             shape_error(
@@ -216,8 +243,10 @@ def family(backend: str | None) -> int:
     if backend is None:
         if _BACKEND_KEY not in _ENVIRONMENT:
             return 0
-        backend = os.environ.get("FLASH_ATTN_BACKEND") or None
+        backend = os.environ.get("FLASH_ATTN_BACKEND")
         source = "FLASH_ATTN_BACKEND"
+        if not backend:
+            return 0
     if not isinstance(backend, str):
         raise TypeError(f"flash_attn: backend must be a str or None, got {type(backend).__name__}")
     if backend not in FAMILIES:
@@ -257,8 +286,11 @@ def slopes(tensor, q: Tensor, batch: int) -> Tensor:
     return tensor
 
 
-def bias(tensor, q: Tensor, batch: int, seqlen_q: int | None, seqlen_k: int | None, longer: bool) -> Tensor:
-    """4-D attn_bias. A length is None where only the device knows it; `longer`: it may exceed seqlen_k."""
+def bias(
+    tensor, q: Tensor, batch: int, seqlen_q: int | None, seqlen_k: int | None, longer: bool
+) -> Tensor:
+    """4-D attn_bias. A length is None where only the device knows it; `longer`: it may exceed
+    seqlen_k."""
     _optional("attn_bias", tensor, q, torch.bool, q.dtype, torch.float32)
     if tensor.dim() > 4:
         shape_error(f"attn_bias must have at most 4 dimensions, got shape {shape(tensor)}")
@@ -296,13 +328,16 @@ def sinks(learnable_sink, s_aux, q: Tensor) -> Tensor:
 
 def block_mask(mask, q: Tensor, batch: int, seqlen_q: int | None, seqlen_k: int | None) -> None:
     if not isinstance(mask, BlockMask):
-        raise TypeError(f"flash_attn: block_mask must be a flash_attn.BlockMask, got {type(mask).__name__}")
+        raise TypeError(
+            f"flash_attn: block_mask must be a flash_attn.BlockMask, got {type(mask).__name__}"
+        )
     if mask.device != q.device:
         shape_error(f"block_mask must be on q's device, {q.device}, got {mask.device}")
     mask_batch, mask_heads, rows, columns = mask.shape
     if not (_broadcasts(mask_batch, batch) and _broadcasts(mask_heads, q.shape[-2])):
         shape_error(
-            f"block_mask must be of batch 1 or {batch} and heads 1 or {q.shape[-2]}, got {mask_batch} "
+            f"block_mask must be of batch 1 or {batch} and heads 1 or {q.shape[-2]}, got "
+            f"{mask_batch} "
             f"and {mask_heads}"
         )
     sides = (("rows", rows, seqlen_q, 0), ("columns", columns, seqlen_k, 1))
@@ -311,7 +346,8 @@ def block_mask(mask, q: Tensor, batch: int, seqlen_q: int | None, seqlen_k: int 
         if length is not None and blocks != (length + size - 1) // size:
             shape_error(
                 f"block_mask must have {(length + size - 1) // size} block {name} for "
-                f"{'seqlen_q' if side == 0 else 'seqlen_k'} {length} in blocks of {size}, got {blocks}"
+                f"{'seqlen_q' if side == 0 else 'seqlen_k'} {length} in blocks of {size}, got "
+                f"{blocks}"
             )
 
 
@@ -333,7 +369,9 @@ def per_batch(name: str, tensor, q: Tensor, batch: int) -> Tensor:
 def block_table(tensor, q: Tensor, batch: int) -> Tensor:
     _optional("block_table", tensor, q, torch.int32, torch.int64)
     if tensor.dim() != 2 or tensor.shape[0] != batch:
-        shape_error(f"block_table must have shape (batch, max_pages), ({batch}, …), got {shape(tensor)}")
+        shape_error(
+            f"block_table must have shape (batch, max_pages), ({batch}, …), got {shape(tensor)}"
+        )
     tensor = tensor.to(torch.int32)
     return tensor if tensor.stride(1) == 1 else tensor.contiguous()
 

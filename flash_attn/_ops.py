@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The operators: loads the libraries, gives each operator its fake kernel and its autograd, and holds
-`call`, the one function through which the package calls them.
+"""The operators: loads the libraries, gives each operator its fake kernel and its autograd, and
+holds `call`, the one function through which the package calls them.
 
-Schemas, with the shape of every argument: csrc/torch/schema.cpp. The import order matters: torch, the
-CPU library (it defines the schemas), the CUDA library (it only adds kernels), then what is registered
-here.
+Schemas, with the shape of every argument: csrc/torch/schema.cpp. The import order matters: torch,
+the CPU library (it defines the schemas), the CUDA library (it only adds kernels), then what is
+registered here.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ rotary = torch.ops.flash_attn.rotary.default
 
 
 def missing_kernels(key: str) -> list[str]:
-    """Operators without a kernel for a dispatch key ("CPU", "CUDA"): registration fails in silence."""
+    """Operators without a kernel for a dispatch key ("CPU", "CUDA"): registration fails in
+    silence."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     return [name for name in OPERATORS if not has_kernel(f"flash_attn::{name}", key)]
 
@@ -97,12 +98,13 @@ def no_kernel(name: str, device: str) -> str:
     """Why an operator has no kernel for a device type, and what would do."""
     if device == "cuda" and _C_cuda is None:
         reason = (
-            f"the CUDA library of flash_attn is not there ({CUDA_MISSING}); reinstall where nvcc is "
+            f"the CUDA library of flash_attn is not there ({CUDA_MISSING}); reinstall where nvcc "
+            f"is "
             "found (CUDA_HOME)"
         )
     else:
         reason = f"this build has no kernel of `{name}` for {device} tensors"
-    return f"{reason}. backend=\"reference\" runs anywhere, slowly"
+    return f'{reason}. backend="reference" runs anywhere, slowly'
 
 
 # ---- fake kernels: shapes, dtypes and strides of what the operators return
@@ -127,7 +129,14 @@ def _(q, k, v, cu_seqlens_q, *rest):
 def _(dout, dlse, q, k, v, out, lse, cu_q, cu_k, seqused_k, bias, slopes, sinks, *rest):
     needs = rest[-2]
     stats = stats_dtype(q.dtype)
-    wanted = (q, q.dtype), (k, q.dtype), (v, q.dtype), (bias, stats), (slopes, torch.float32), (sinks, stats)
+    wanted = (
+        (q, q.dtype),
+        (k, q.dtype),
+        (v, q.dtype),
+        (bias, stats),
+        (slopes, torch.float32),
+        (sinks, stats),
+    )
     return tuple(
         q.new_empty(tensor.shape if needs >> bit & 1 else (0,), dtype=dtype)
         for bit, (tensor, dtype) in enumerate(wanted)

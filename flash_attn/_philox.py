@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Dropout's decisions in plain torch: Philox4x32 with 7 rounds, the same bits as the kernels'.
 
-Written on int64 tensors, apart from csrc/core/philox.h, so that each tests the other. The key is the
-seed; the counter is (i // 16 * 8 + i % 8, j // 32 * 8 + j % 8, batch * heads + head, offset). Its eight
-16-bit lanes serve rows i0 and i0 + 8 by columns j0, j0 + 8, j0 + 16, j0 + 24: lane 4 * row + column.
+Written on int64 tensors, apart from csrc/core/philox.h, so that each tests the other. The key is
+the seed; the counter is (i // 16 * 8 + i % 8, j // 32 * 8 + j % 8, batch * heads + head, offset).
+Its eight 16-bit lanes serve rows i0 and i0 + 8 by columns j0, j0 + 8, j0 + 16, j0 + 24: lane 4 *
+row + column.
 """
 
 from __future__ import annotations

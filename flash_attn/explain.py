@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Two questions one may ask of a call: which kernel would run (`explain`), and how exact it is (`check`)."""
+"""Two questions one may ask of a call: which kernel would run (`explain`), and how exact it is
+(`check`)."""
 
 from __future__ import annotations
 
@@ -21,9 +22,10 @@ class Explanation:
 
     Attributes:
         problem: the call in one line.
-        backend: "cpu", "sm80", "sm90" or "reference"; None when nothing serves the call, or when the
-            planner is missing.
-        plans: per pass ("forward", "backward") the chosen kernel with its tiles, splits and scratch.
+        backend: "cpu", "sm80", "sm90" or "reference"; None when nothing serves the call, or when
+            the planner is missing.
+        plans: per pass ("forward", "backward") the chosen kernel with its tiles, splits and
+            scratch.
         reasons: per pass one line for each kernel that is not taken.
         notes: what else matters: libraries that are missing, memory that the reference would take.
     """
@@ -38,7 +40,7 @@ class Explanation:
         lines = [self.problem]
         for name, plan in self.plans.items():
             lines.append(f"{name}: {plan}")
-            lines += [f"  not {reason}" for reason in self.reasons.get(name, ())]
+            lines += [f"  not taken: {reason}" for reason in self.reasons.get(name, ())]
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
 
 
@@ -64,8 +66,8 @@ def explain(
 ) -> Explanation:
     """Says which kernels `flash_attn_func` would run on these arguments, and why not the others.
 
-    Takes what `flash_attn_func` takes and raises what it raises for bad arguments, but runs nothing. The
-    answer needs the planner (flash_attn._host); without it, it says how to get it.
+    Takes what `flash_attn_func` takes and raises what it raises for bad arguments, but runs
+    nothing. The answer needs the planner (flash_attn._host); without it, it says how to get it.
 
     Returns:
         An `Explanation`; print it.
@@ -79,54 +81,78 @@ def explain(
     family = _checks.family(backend)
     q, k, v = _checks.inputs(q, k, v, _checks.DENSE)
     answer = Explanation(
-        f"flash_attn_func on q {_text(q)}, k {_text(k)}, v {_text(v)}, {str(q.dtype)[6:]}, {q.device}"
+        f"flash_attn_func on q {_text(q)}, k {_text(k)}, v {_text(v)}, {str(q.dtype)[6:]}, "
+        f"{q.device}"
     )
     if family == _checks.REFERENCE:
         answer.backend = "reference"
-        answer.plans = {"forward": "plain torch (flash_attn.reference)", "backward": "torch's autograd"}
+        answer.plans = {
+            "forward": "plain torch (flash_attn.reference)",
+            "backward": "torch's autograd",
+        }
         size = q.shape[0] * q.shape[2] * q.shape[1] * k.shape[1]
         answer.notes.append(f"memory quadratic in the lengths: {size} scores, several times over")
         return answer
-    missing = _missing(q.device.type)
-    answer.notes += missing
+    absent = _ops.missing_kernels(q.device.type.upper())
+    if "forward" in absent:
+        answer.notes.append(_ops.no_kernel("forward", q.device.type))
     if _ops._host is None:
         answer.notes.append(f"no plan: {host_missing()}")
-        return answer
-    windows = _checks.window(window_size)
-    for name in ("forward", "backward"):
-        plan = _ops._host.plan(
-            {
-                "pass": name,
-                "backend": [key for key, value in _checks.FAMILIES.items() if value == family][0] or "",
-                "device": q.device.type,
-                "device_index": q.device.index or 0,
-                "threads": torch.get_num_threads(),
-                "dtype": str(q.dtype).removeprefix("torch."),
-                "batch": q.shape[0],
-                "seqlen_q": q.shape[1],
-                "seqlen_k": k.shape[1],
-                "heads_q": q.shape[2],
-                "heads_k": k.shape[2],
-                "head_dim": q.shape[3],
-                "head_dim_v": v.shape[3],
-                "window_left": windows[0],
-                "window_right": 0 if causal else windows[1],
-                "softcap": float(softcap),
-                "bias": attn_bias is not None,
-                "alibi": alibi_slopes is not None,
-                "dropout": realised_dropout(float(dropout_p)) > 0,
-                "block_q": 0 if block_mask is None else block_mask.block_size[0],
-                "block_k": 0 if block_mask is None else block_mask.block_size[1],
-            }
+    elif q.device.type in ("cpu", "cuda") and k.shape[2] > 0:
+        left, right = _checks.window(window_size)
+        _plan(
+            answer,
+            backend=""
+            if family == 0
+            else next(name for name, n in _checks.FAMILIES.items() if n == family),
+            **_device(q.device),
+            dtype=str(q.dtype).removeprefix("torch."),
+            batch=q.shape[0],
+            seqlen_q=q.shape[1],
+            seqlen_k=k.shape[1],
+            heads_q=q.shape[2],
+            heads_k=k.shape[2],
+            head_dim=q.shape[3],
+            head_dim_v=v.shape[3],
+            window_left=left,
+            window_right=0 if causal else right,
+            softcap=float(softcap),
+            bias=attn_bias is not None,
+            alibi=alibi_slopes is not None,
+            dropout=realised_dropout(float(dropout_p)) > 0,
+            sinks=learnable_sink is not None or s_aux is not None,
+            block_q=0 if block_mask is None else block_mask.block_size[0],
+            block_k=0 if block_mask is None else block_mask.block_size[1],
         )
-        answer.plans[name] = plan["text"]
-        answer.reasons[name] = plan["reasons"]
-        answer.backend = plan["backend"] if name == "forward" else answer.backend
     return answer
 
 
+def _plan(answer: Explanation, **description) -> None:
+    """Asks the planner (csrc/host/bindings.cpp names the keys) and fills in what it says."""
+    for name in ("forward", "backward"):
+        plan = _ops._host.plan({"pass": name, **description})
+        answer.plans[name] = plan["text"]
+        answer.reasons[name] = plan["reasons"]
+        if name == "forward":
+            answer.backend = plan["backend"]
+
+
+def _device(device: torch.device) -> dict[str, int | str]:
+    if device.type == "cpu":
+        return {"device": "cpu", "threads": torch.get_num_threads()}
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "device": "cuda",
+        "arch": properties.major * 10 + properties.minor,
+        "sm_count": properties.multi_processor_count,
+        "smem_per_block": properties.shared_memory_per_block_optin,
+        "l2_bytes": properties.L2_cache_size,
+    }
+
+
 def _validate(q, k, v, *, block_mask, **options) -> None:
-    """Runs the call's checks, and no kernel: on tensors that have shapes and dtypes but no memory."""
+    """Runs the call's checks, and no kernel: on tensors that have shapes and dtypes but no
+    memory."""
     tensors = {"q": q, "k": k, "v": v, **options}
     for name, value in tensors.items():
         if isinstance(value, Tensor) and isinstance(q, Tensor) and name != "window_size":
@@ -138,18 +164,14 @@ def _validate(q, k, v, *, block_mask, **options) -> None:
     interface.flash_attn_func(**tensors, block_mask=block_mask)
 
 
-def _missing(device: str) -> list[str]:
-    absent = _ops.missing_kernels(device.upper())
-    return [_ops.no_kernel(absent[0], device)] if absent else []
-
-
 def host_missing() -> str:
     """Why the planner cannot be imported, and what helps; empty when it is there."""
     if _ops._host is not None:
         return ""
     python = f"CPython {sys.version_info.major}.{sys.version_info.minor}"
     return (
-        f"the planner flash_attn._host is not there for this {python} ({_ops.HOST_MISSING}); it is built "
+        f"the planner flash_attn._host is not there for this {python} ({_ops.HOST_MISSING}); it "
+        f"is built "
         "for one CPython, reinstall flash-attn with this one. Attention itself works without it"
     )
 
@@ -166,8 +188,8 @@ class Check:
     """What `check` found; print it.
 
     Attributes:
-        rows: (name, our error, the reference's error, the limit), the errors being the largest absolute
-            differences from the exact answer.
+        rows: (name, our error, the reference's error, the limit), the errors being the largest
+            absolute differences from the exact answer.
     """
 
     rows: list[tuple[str, float, float, float]]
@@ -203,13 +225,14 @@ def check(
     block_mask: BlockMask | None = None,
     backend: str | None = None,
 ) -> Check:
-    """Compares `flash_attn_func` with the exact answer, beside what plain torch reaches in q's dtype.
+    """Compares `flash_attn_func` with the exact answer, beside what plain torch reaches in q's
+    dtype.
 
-    Exact is `reference.attention` in float64; the reference's error is that of the same function in q's
-    dtype, for gradients the larger of autograd's and of the formulas applied to the rounded out. Both
-    take memory quadratic in the lengths: choose a small problem. Covers out, lse and the gradients of all
-    floating inputs, for random upstream gradients of out and lse. The limit is twice the reference's error
-    + 1e-5; in float64 1e-9 * (1 + the largest element).
+    Exact is `reference.attention` in float64; the reference's error is that of the same function in
+    q's dtype, for gradients the larger of autograd's and of the formulas applied to the rounded
+    out. Both take memory quadratic in the lengths: choose a small problem. Covers out, lse and the
+    gradients of all floating inputs, for random upstream gradients of out and lse. The limit is
+    twice the reference's error + 1e-5; in float64 1e-9 * (1 + the largest element).
 
     Takes what `flash_attn_func` takes and raises what it raises. The inputs are not changed.
 
@@ -227,7 +250,12 @@ def check(
     given |= {"learnable_sink": learnable_sink, "s_aux": s_aux}
     ours = _leaves(given, None)
     results = interface.flash_attn_func(
-        **ours, **options, dropout_p=dropout_p, deterministic=deterministic, return_lse=True, backend=backend
+        **ours,
+        **options,
+        dropout_p=dropout_p,
+        deterministic=deterministic,
+        return_lse=True,
+        backend=backend,
     )
     generator = torch.Generator(q.device).manual_seed(0)
     upstream = [
@@ -279,7 +307,9 @@ def _detached(leaves: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
 def _gradients(leaves, outputs, upstream) -> dict[str, Tensor]:
     wanted = {name: x for name, x in leaves.items() if x is not None and x.requires_grad}
     upstream = [gradient.to(x.dtype) for gradient, x in zip(upstream, outputs, strict=True)]
-    return dict(zip(wanted, torch.autograd.grad(outputs, list(wanted.values()), upstream), strict=True))
+    return dict(
+        zip(wanted, torch.autograd.grad(outputs, list(wanted.values()), upstream), strict=True)
+    )
 
 
 def _row(name: str, ours: Tensor, exact: Tensor, references: list[Tensor], dtype: torch.dtype):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""FlashAttention 2's module of the same name: re-exports of `flash_attn.interface`, nothing of its own."""
+"""FlashAttention 2's module of the same name: re-exports of `flash_attn.interface`, nothing of its
+own."""
 
 from .interface import (
     flash_attn_func,

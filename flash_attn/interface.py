@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The public functions: FlashAttention 2's signatures, then this package's keyword-only arguments.
 
-What a call means is said once, in `flash_attn_func`; the others say only how they differ. All of them
-check their arguments (`_checks`), draw the dropout seed, and end in one operator (`_autograd.attend`) or
-in `reference.attention`.
+What a call means is said once, in `flash_attn_func`; the others say only how they differ. All of
+them check their arguments (`_checks`), draw the dropout seed, and end in one operator
+(`_autograd.attend`) or in `reference.attention`.
 """
 
 from __future__ import annotations
@@ -52,40 +52,43 @@ def flash_attn_func(
                          1 0
                          1 1
 
-    A row that sees no key gives 0, and -inf in lse. One score goes through, in this order: softmax_scale,
-    softcap, alibi_slopes, attn_bias, the masks (all of them must let it through), the softmax with
-    learnable_sink in its denominator, dropout.
+    A row that sees no key gives 0, and -inf in lse. One score goes through, in this order:
+    softmax_scale, softcap, alibi_slopes, attn_bias, the masks (all of them must let it through),
+    the softmax with learnable_sink in its denominator, dropout.
 
     Args:
-        q: (batch, seqlen_q, num_heads, head_dim), float16, bfloat16, float32; float64 on the CPU. Any
-            strides; a last stride other than 1 costs a copy. Cast under torch.autocast.
-        k: (batch, seqlen_k, num_heads_k, head_dim), same dtype. num_heads_k divides num_heads: query
-            head h reads key head h // (num_heads // num_heads_k).
+        q: (batch, seqlen_q, num_heads, head_dim), float16, bfloat16, float32; float64 on the CPU.
+            Any strides; a last stride other than 1 costs a copy. Cast under torch.autocast.
+        k: (batch, seqlen_k, num_heads_k, head_dim), same dtype. num_heads_k divides num_heads:
+            query head h reads key head h // (num_heads // num_heads_k).
         v: (batch, seqlen_k, num_heads_k, head_dim_v), same dtype.
         dropout_p: 0 <= dropout_p < 1, on the probabilities, realised to 2^-16 (at most 1 - 2^-16).
             Drawn from torch's default generator of q's device.
         softmax_scale: float, default 1 / sqrt(head_dim).
         causal: hides keys after the bottom-right diagonal.
-        window_size: (left, right) in keys, -1 for unlimited; a tuple, a list or a CPU integer tensor.
+        window_size: (left, right) in keys, -1 for unlimited; a tuple, a list or a CPU integer
+            tensor.
         softcap: scores become softcap * tanh(score / softcap); 0 is off.
-        alibi_slopes: (num_heads,) or (batch, num_heads), float32; score -= slope * |i + sk - sq - j|.
+        alibi_slopes: (num_heads,) or (batch, num_heads), float32; score -= slope * |i + sk - sq -
+            j|.
         deterministic: the same gradient bits each run; also by torch.use_deterministic_algorithms.
-        return_attn_probs: return (out, lse, S_dmask) as FlashAttention 2 does; for tests. With dropout
-            S_dmask is of size seqlen_q * seqlen_k, slow, and synchronises on ragged batches.
-        attn_bias: broadcastable to (batch, num_heads, seqlen_q, seqlen_k), dtype of q or float32, added;
-            or bool, True is visible. Never expanded in memory.
+        return_attn_probs: return (out, lse, S_dmask) as FlashAttention 2 does; for tests. With
+            dropout S_dmask is of size seqlen_q * seqlen_k, slow, and synchronises on ragged
+            batches.
+        attn_bias: broadcastable to (batch, num_heads, seqlen_q, seqlen_k), dtype of q or float32,
+            added; or bool, True is visible. Never expanded in memory.
         learnable_sink: (num_heads,), dtype of q or float32; one more logit, with no value.
         s_aux: another name of learnable_sink.
         block_mask: a `BlockMask`; hidden blocks cost nothing.
         return_lse: return (out, lse).
-        backend: None, "cpu", "sm80", "sm90" or "reference" (plain torch, quadratic memory). None asks
-            FLASH_ATTN_BACKEND, then takes the best kernel.
+        backend: None, "cpu", "sm80", "sm90" or "reference" (plain torch, quadratic memory). None
+            asks FLASH_ATTN_BACKEND, then takes the best kernel.
     Returns:
         out: (batch, seqlen_q, num_heads, head_dim_v), dtype of q.
-        lse: (batch, num_heads, seqlen_q), float32 (float64 with float64), natural log of the row's sum
-            of exponentials. Only if return_lse or return_attn_probs.
-        S_dmask: (batch, num_heads, seqlen_q, seqlen_k), dtype of q: exp(score - row maximum), negative
-            where dropped; empty at dropout_p == 0. Only if return_attn_probs.
+        lse: (batch, num_heads, seqlen_q), float32 (float64 with float64), natural log of the row's
+            sum of exponentials. Only if return_lse or return_attn_probs.
+        S_dmask: (batch, num_heads, seqlen_q, seqlen_k), dtype of q: exp(score - row maximum),
+            negative where dropped; empty at dropout_p == 0. Only if return_attn_probs.
     Raises:
         ValueError: shapes or values.  TypeError: dtypes or kinds.  torch.OutOfMemoryError: memory.
         NotImplementedError: no compiled kernel fits; the message lists why.
@@ -264,13 +267,14 @@ def flash_attn_varlen_func(
 ) -> _Out:
     """`flash_attn_func` on sequences of different lengths, packed one after another.
 
-    Sequence b of q is rows cu_seqlens_q[b] to cu_seqlens_q[b + 1]; of k and v likewise. Positions, masks,
-    bias and dropout count inside the sequence; empty sequences may stand anywhere. Rows past
+    Sequence b of q is rows cu_seqlens_q[b] to cu_seqlens_q[b + 1]; of k and v likewise. Positions,
+    masks, bias and dropout count inside the sequence; empty sequences may stand anywhere. Rows past
     cu_seqlens_q[-1] come back as 0, lse -inf, and their gradients as 0.
 
     Args:
         q: (total_q, num_heads, head_dim).
-        k: (total_k, num_heads_k, head_dim); with block_table (num_pages, page_size, num_heads_k, head_dim).
+        k: (total_k, num_heads_k, head_dim); with block_table (num_pages, page_size, num_heads_k,
+            head_dim).
         v: as k, with head_dim_v.
         cu_seqlens_q: (batch + 1,), int32 or int64, on q's device, cumulative lengths from 0.
         cu_seqlens_k: (batch + 1,), the same for k and v.
@@ -284,10 +288,11 @@ def flash_attn_varlen_func(
         alibi_slopes: (num_heads,) or (batch, num_heads), float32.
         deterministic: the same gradient bits each run.
         return_attn_probs: return (out, lse, S_dmask), S_dmask of the longest lengths; synchronises.
-        block_table: (batch, max_pages), int32 or int64: slot j of a sequence is row j % page_size of page
-            block_table[b, j // page_size]; -1 is no page. Has no backward.
+        block_table: (batch, max_pages), int32 or int64: slot j of a sequence is row j % page_size
+            of page block_table[b, j // page_size]; -1 is no page. Has no backward.
         seqused_k: (batch,), int32 or int64, live length of each key sequence.
-        attn_bias: (batch or 1, num_heads or 1, longest seqlen_q or 1, longest seqlen_k or 1); may be larger.
+        attn_bias: (batch or 1, num_heads or 1, longest seqlen_q or 1, longest seqlen_k or 1); may
+            be larger.
         learnable_sink: (num_heads,).
         s_aux: another name of learnable_sink.
         block_mask: a `BlockMask`; blocks past a sequence's end are ignored.
@@ -295,7 +300,8 @@ def flash_attn_varlen_func(
         backend: None, "cpu", "sm80", "sm90" or "reference".
     Returns:
         out: (total_q, num_heads, head_dim_v), dtype of q.
-        lse: (num_heads, total_q), float32 (float64 with float64). Only if return_lse or return_attn_probs.
+        lse: (num_heads, total_q), float32 (float64 with float64). Only if return_lse or
+            return_attn_probs.
         S_dmask: (batch, num_heads, longest seqlen_q, longest seqlen_k). Only if return_attn_probs.
     Raises and differentiates as `flash_attn_func`. Contents of cu_seqlens are checked on the CPU.
     """
@@ -422,7 +428,8 @@ def flash_attn_varlen_qkvpacked_func(
     return_lse: bool = False,
     backend: str | None = None,
 ) -> _Out:
-    """`flash_attn_varlen_func` with q, k and v in one tensor; the gradient of qkv is one tensor too.
+    """`flash_attn_varlen_func` with q, k and v in one tensor; the gradient of qkv is one tensor
+    too.
 
     Args:
         qkv: (total, 3, num_heads, head_dim); q is qkv[:, 0].
@@ -501,9 +508,10 @@ def flash_attn_with_kvcache(
 ) -> _Out:
     """Attention over a cache of keys and values, after appending new ones to it in place.
 
-    The new k, v take slots cache_seqlens[b] … of the caches, k after rotary; then the queries see slots
-    cache_leftpad[b] to cache_seqlens[b] + seqlen_new, bottom-right aligned as in `flash_attn_func`. What
-    stands in other slots is never read. Positions, attn_bias and block_mask count cache slots.
+    The new k, v take slots cache_seqlens[b] … of the caches, k after rotary; then the queries see
+    slots cache_leftpad[b] to cache_seqlens[b] + seqlen_new, bottom-right aligned as in
+    `flash_attn_func`. What stands in other slots is never read. Positions, attn_bias and block_mask
+    count cache slots.
 
     Args:
         q: (batch, seqlen_q, num_heads, head_dim).
@@ -513,10 +521,11 @@ def flash_attn_with_kvcache(
         k: (batch, seqlen_new, num_heads_k, head_dim), keys to append; needs v and cache_seqlens.
         v: (batch, seqlen_new, num_heads_k, head_dim_v).
         rotary_cos: (positions, rotary_dim / 2), dtype of q or float32; needs k. Rotates the first
-            rotary_dim elements of new keys, at their slots, and of queries: query i at cache_seqlens + i
-            under causal or a window, all at cache_seqlens otherwise.
+            rotary_dim elements of new keys, at their slots, and of queries: query i at
+            cache_seqlens + i under causal or a window, all at cache_seqlens otherwise.
         rotary_sin: as rotary_cos.
-        cache_seqlens: int, or (batch,) int32 or int64: live slots before the append. Default: capacity.
+        cache_seqlens: int, or (batch,) int32 or int64: live slots before the append. Default:
+            capacity.
         cache_batch_idx: (batch,), the cache entry of each batch entry. Not with block_table.
         cache_leftpad: (batch,), first live slot.
         block_table: (batch, max_pages), int32 or int64; -1 is no page.
@@ -524,14 +533,16 @@ def flash_attn_with_kvcache(
         causal: hides keys after the bottom-right diagonal.
         window_size: (left, right) in keys, -1 for unlimited.
         softcap: 0 is off.
-        rotary_interleaved: rotate elements (0, 1), (2, 3), …; otherwise the two halves against each other.
+        rotary_interleaved: rotate elements (0, 1), (2, 3), …; otherwise the two halves against each
+            other.
         alibi_slopes: (num_heads,) or (batch, num_heads), float32.
         num_splits: slices of the key range, 0 for the planner's choice; never changes the answer.
         return_softmax_lse: return (out, lse).
-        attn_bias: broadcastable to (batch, num_heads, seqlen_q, capacity); or longer in the last dimension.
+        attn_bias: broadcastable to (batch, num_heads, seqlen_q, capacity), or longer at the end;
+            with pages it must reach the longest length.
         learnable_sink: (num_heads,).
         s_aux: another name of learnable_sink.
-        block_mask: a `BlockMask` over seqlen_q and the capacity.
+        block_mask: a `BlockMask` over seqlen_q and the capacity (pages: the longest length).
         return_lse: the same as return_softmax_lse.
         backend: None, "cpu", "sm80", "sm90" or "reference".
     Returns:
@@ -635,56 +646,41 @@ def _attention(
     realised_p, philox = 0.0, None
     if asked_p:
         realised_p = realised_dropout(asked_p)
+        # Drawn even for a rate that rounds to 0: what follows does not depend on the rounding.
         philox = draw_seed(q.device)
-    if family == _checks.REFERENCE or (return_attn_probs and asked_p):
-        plain = dict(
-            q=q,
-            k=k,
-            v=v,
-            softmax_scale=scale,
-            window_size=(left, right),
-            softcap=softcap,
-            alibi_slopes=alibi_slopes,
-            attn_bias=attn_bias,
-            learnable_sink=sinks,
-            block_mask=block_mask,
-            dropout_p=realised_p,
-            philox=philox,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-            seqused_k=seqused_k,
-            block_table=block_table,
-        )
+    arguments = (
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        seqused_k,
+        None,
+        None,
+        block_table,
+        attn_bias,
+        alibi_slopes,
+        sinks,
+        *(_NO_LISTS if block_mask is None else block_mask.lists),
+        philox,
+        scale,
+        softcap,
+        realised_p,
+        left,
+        right,
+        *(_NO_BLOCKS if block_mask is None else block_mask.block_size),
+        deterministic or torch.are_deterministic_algorithms_enabled(),
+        family,
+    )
     if family == _checks.REFERENCE:
-        out, lse = reference.attention(**plain)
+        out, lse = reference.attention(**reference.from_operator(arguments, block_mask))
     else:
-        arguments = (
-            q,
-            k,
-            v,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            seqused_k,
-            None,
-            None,
-            block_table,
-            attn_bias,
-            alibi_slopes,
-            sinks,
-            *(_NO_LISTS if block_mask is None else block_mask.lists),
-            philox if realised_p else None,
-            scale,
-            softcap,
-            realised_p,
-            left,
-            right,
-            *(_NO_BLOCKS if block_mask is None else block_mask.block_size),
-            deterministic or torch.are_deterministic_algorithms_enabled(),
-            family,
-        )
         out, lse = attend(arguments)
     if return_attn_probs:
-        with torch.no_grad():
-            probs = reference.dropout_scores(**plain) if asked_p else q.new_empty(0)
+        probs = q.new_empty(0)
+        if asked_p:
+            plain = reference.from_operator(arguments, block_mask)
+            with torch.no_grad():
+                probs = reference.dropout_scores(**plain)
         return out, lse, probs
     return (out, lse) if return_lse else out

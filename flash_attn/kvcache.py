@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """One decoding step over a cache: rotary, append, attention, three operators on one stream.
 
-The caches are written in place by the operator `append_kv`, whose schema says so; everything else is
-functional. Nothing here has a gradient.
+The caches are written in place by the operator `append_kv`, whose schema says so; everything else
+is functional. Nothing here has a gradient.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import _checks, _ops, reference
+from . import _checks, _ops, reference, reference_cache
 from ._checks import shape, shape_error
 
 
@@ -46,13 +46,14 @@ def decode(
     if k is None:  # nothing is written: copies of oddly strided caches will do
         k_cache, v_cache = keys, values
     batch = q.shape[0]
-    _checks.no_gradient(
-        "flash_attn_with_kvcache", q, k_cache, v_cache, k, v, alibi_slopes, attn_bias, learnable_sink, s_aux
-    )
+    floating = q, k_cache, v_cache, k, v, alibi_slopes, attn_bias, learnable_sink, s_aux
+    _checks.no_gradient("flash_attn_with_kvcache", *floating)
     k_cache, v_cache, cache_batch_idx, block_table = _entries(
         q, k_cache, v_cache, cache_batch_idx, block_table
     )
     capacity = k_cache.shape[1] * (block_table.shape[1] if paged else 1)
+    # Pages may reach further than any sequence ever will: then only the lengths say what is needed.
+    slots = None if paged else capacity
     if k is not None:
         _check_new(q, k_cache, v_cache, k, v, cache_seqlens)
     new = 0 if k is None else k.shape[1]
@@ -67,36 +68,33 @@ def decode(
     if alibi_slopes is not None:
         alibi_slopes = _checks.slopes(alibi_slopes, q, batch)
     if attn_bias is not None:
-        attn_bias = _checks.bias(attn_bias, q, batch, q.shape[1], capacity, True)
+        attn_bias = _checks.bias(attn_bias, q, batch, q.shape[1], slots, True)
     sinks = None
     if learnable_sink is not None or s_aux is not None:
         sinks = _checks.sinks(learnable_sink, s_aux, q)
     if block_mask is not None:
-        _checks.block_mask(block_mask, q, batch, q.shape[1], capacity)
+        _checks.block_mask(block_mask, q, batch, q.shape[1], slots)
     family = _checks.family(backend)
 
-    step = _reference_step if family == _checks.REFERENCE else _operator_step
-    rotary, append, attention = step
+    rotary, append = (
+        (reference_cache.rotary, reference_cache.append_kv)
+        if family == _checks.REFERENCE
+        else (_rotary, _append)
+    )
     if rotary_cos is not None:
-        q = rotary(q, rotary_cos, rotary_sin, lengths, interleaved, left >= 0 or right >= 0)
+        moving = left >= 0 or right >= 0
+        q = rotary(q, rotary_cos, rotary_sin, lengths, interleaved, moving)
     if k is not None:
-        append(
-            k_cache,
-            v_cache,
-            k,
-            v,
-            rotary_cos,
-            rotary_sin,
-            lengths,
-            cache_batch_idx,
-            block_table,
-            interleaved,
-        )
+        tables = rotary_cos, rotary_sin
+        places = lengths, cache_batch_idx, block_table
+        append(k_cache, v_cache, k, v, *tables, *places, interleaved)
         lengths = lengths + new
-    return attention(
+    arguments = (
         q,
         k_cache,
         v_cache,
+        None,
+        None,
         lengths,
         cache_leftpad,
         cache_batch_idx,
@@ -104,77 +102,40 @@ def decode(
         attn_bias,
         alibi_slopes,
         sinks,
-        block_mask,
-        scale,
-        softcap,
-        (left, right),
-        family,
-    )
-
-
-def _operator_attention(
-    q, k, v, used, leftpad, index, table, bias, slopes, sinks, block_mask, scale, softcap, window, family
-):
-    return _ops.run(
-        _ops.forward,
-        q,
-        k,
-        v,
-        None,
-        None,
-        used,
-        leftpad,
-        index,
-        table,
-        bias,
-        slopes,
-        sinks,
         *((None,) * 4 if block_mask is None else block_mask.lists),
         None,
         scale,
         softcap,
         0.0,
-        *window,
+        left,
+        right,
         *((0, 0) if block_mask is None else block_mask.block_size),
         False,
         family,
     )
+    return _attend(arguments, block_mask)
 
 
-def _reference_attention(
-    q, k, v, used, leftpad, index, table, bias, slopes, sinks, block_mask, scale, softcap, window, family
-):
-    return reference.attention(
-        q,
-        k,
-        v,
-        softmax_scale=scale,
-        window_size=window,
-        softcap=softcap,
-        alibi_slopes=slopes,
-        attn_bias=bias,
-        learnable_sink=sinks,
-        block_mask=block_mask,
-        seqused_k=used,
-        leftpad_k=leftpad,
-        cache_batch_idx=index,
-        block_table=table,
-    )
+def _attend(arguments: tuple, block_mask) -> tuple[Tensor, Tensor]:
+    """Attention without a gradient; arguments are those of the operator `forward`."""
+    try:
+        if arguments[-1] == _checks.REFERENCE:
+            return reference.attention(**reference.from_operator(arguments, block_mask))
+        return _ops.run(_ops.forward, *arguments)
+    except ValueError as error:  # what stands in the lengths was wrong: say it by our names
+        text = str(error).replace("seqused_k", "cache_seqlens")
+        raise ValueError(text.replace("leftpad_k", "cache_leftpad")) from None
 
 
-def _operator_rotary(x, *arguments):
-    return _ops.run(_ops.rotary, x, *arguments)
+def _rotary(*arguments) -> Tensor:
+    return _ops.run(_ops.rotary, *arguments)
 
 
-def _operator_append(k_cache, v_cache, *arguments):
+def _append(k_cache, v_cache, *arguments) -> None:
     _ops.run(_ops.append_kv, k_cache, v_cache, *arguments)
     if not torch.compiler.is_compiling():
         # Below autograd nobody counts the write; a graph that saved the cache must notice it.
         torch.autograd.graph.increment_version((k_cache, v_cache))
-
-
-_operator_step = _operator_rotary, _operator_append, _operator_attention
-_reference_step = reference.rotary, reference.append_kv, _reference_attention
 
 
 def _new_tensors(q, k_cache, v_cache, k, v):
@@ -199,10 +160,16 @@ def _entries(q, k_cache, v_cache, cache_batch_idx, block_table):
             shape_error("block_table and cache_batch_idx exclude each other, got both")
         return k_cache, v_cache, None, _checks.block_table(block_table, q, batch)
     if cache_batch_idx is not None:
-        return k_cache, v_cache, _checks.per_batch("cache_batch_idx", cache_batch_idx, q, batch), None
+        return (
+            k_cache,
+            v_cache,
+            _checks.per_batch("cache_batch_idx", cache_batch_idx, q, batch),
+            None,
+        )
     if k_cache.shape[0] < batch:
         shape_error(
-            f"k_cache must have an entry for each of the {batch} batch entries of q, or cache_batch_idx "
+            f"k_cache must have an entry for each of the {batch} batch entries of q, or "
+            f"cache_batch_idx "
             f"must be given, got {k_cache.shape[0]} (k_cache.shape[0])"
         )
     return k_cache[:batch], v_cache[:batch], None, None
@@ -216,15 +183,19 @@ def _check_new(q, k_cache, v_cache, k, v, cache_seqlens) -> None:
     for name, tensor, dim in (("k", k, head_dim), ("v", v, head_dim_v)):
         if tensor.dim() != 4 or tensor.shape != (q.shape[0], seqlen, heads_k, dim):
             shape_error(
-                f"{name} must have shape ({q.shape[0]}, {seqlen}, {heads_k}, {dim}) (batch, seqlen_new, "
+                f"{name} must have shape ({q.shape[0]}, {seqlen}, {heads_k}, {dim}) (batch, "
+                f"seqlen_new, "
                 f"num_heads_k, head_dim), got {shape(tensor)}"
             )
         if tensor.dtype != k_cache.dtype:
             raise TypeError(
-                f"flash_attn: {name} must have the dtype of the caches, {k_cache.dtype}, got {tensor.dtype}"
+                f"flash_attn: {name} must have the dtype of the caches, {k_cache.dtype}, got "
+                f"{tensor.dtype}"
             )
         if tensor.device != k_cache.device:
-            shape_error(f"{name} must be on the caches' device, {k_cache.device}, got {tensor.device}")
+            shape_error(
+                f"{name} must be on the caches' device, {k_cache.device}, got {tensor.device}"
+            )
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if cache.stride(-1) != 1 and cache.shape[-1] != 1:
             shape_error(
@@ -248,7 +219,8 @@ def _lengths(cache_seqlens, q: Tensor, batch: int, new: int, capacity: int) -> T
         )
     if cache_seqlens < 0 or cache_seqlens + new > capacity:
         shape_error(
-            f"cache_seqlens + seqlen_new must lie in 0 to {capacity} (the capacity of k_cache), got "
+            f"cache_seqlens + seqlen_new must lie in 0 to {capacity} (the capacity of k_cache), "
+            f"got "
             f"{cache_seqlens} + {new}"
         )
     return torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
@@ -258,19 +230,25 @@ def _check_rotary(q, k, cos, sin, cache_seqlens) -> None:
     if cos is None and sin is None:
         return
     if cos is None or sin is None:
-        shape_error(f"rotary_cos and rotary_sin must be given together, got {'sin' if cos is None else 'cos'} alone")
+        shape_error(
+            f"rotary_cos and rotary_sin must be given together, got "
+            f"{'sin' if cos is None else 'cos'} alone"
+        )
     if k is None:
         shape_error("rotary_cos and rotary_sin need new k and v to rotate, got k=None")
     for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
         if not isinstance(table, Tensor):
-            raise TypeError(f"flash_attn: {name} must be a torch.Tensor, got {type(table).__name__}")
+            raise TypeError(
+                f"flash_attn: {name} must be a torch.Tensor, got {type(table).__name__}"
+            )
         if table.dtype not in (q.dtype, torch.float32):
             raise TypeError(f"flash_attn: {name} must be {q.dtype} or float32, got {table.dtype}")
         if table.device != q.device:
             shape_error(f"{name} must be on q's device, {q.device}, got {table.device}")
     if cos.dim() != 2 or cos.shape != sin.shape or 2 * cos.shape[1] > q.shape[-1]:
         shape_error(
-            "rotary_cos and rotary_sin must have one shape (positions, rotary_dim / 2) with rotary_dim <= "
+            "rotary_cos and rotary_sin must have one shape (positions, rotary_dim / 2) with "
+            "rotary_dim <= "
             f"head_dim = {q.shape[-1]}, got {shape(cos)} and {shape(sin)}"
         )
     if isinstance(cache_seqlens, int) and cache_seqlens + k.shape[1] > cos.shape[0]:

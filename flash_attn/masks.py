@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """BlockMask: which blocks of queries see which blocks of keys, as index lists and their transposes.
 
-Block (a, b) covers queries a * block_q … and keys b * block_k …, counted from the top left, inside each
-sequence. The kernels walk the lists, so a hidden block costs nothing; the backward pass walks the
-transposed ones.
+Block (a, b) covers queries a * block_q … and keys b * block_k …, counted from the top left, inside
+each sequence. The kernels walk the lists, so a hidden block costs nothing; the backward pass walks
+the transposed ones.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ class BlockMask:
         """Makes a mask from one bool per block.
 
         Args:
-            blocks: (batch or 1, heads or 1, rows, columns), bool, True is visible; leading dimensions
-                may be left out. rows = ceil(seqlen_q / block_q), columns = ceil(seqlen_k / block_k).
+            blocks: (batch or 1, heads or 1, rows, columns), bool, True is visible; leading
+                dimensions may be left out. rows = ceil(seqlen_q / block_q), columns = ceil(seqlen_k
+                / block_k).
             block_size: block_q and block_k, or one int for both.
         Returns:
             The mask, on the device of `blocks`.
@@ -68,12 +69,13 @@ class BlockMask:
         """Makes a mask from a list of visible blocks per block row.
 
         Args:
-            counts: (batch or 1, heads or 1, rows), int, entries of each list; leading dimensions may be
-                left out.
-            indices: (batch or 1, heads or 1, rows, width), int, block columns in any order. Entries past
-                the count are not read; -1 is the usual filler there.
+            counts: (batch or 1, heads or 1, rows), int, entries of each list; leading dimensions
+                may be left out.
+            indices: (batch or 1, heads or 1, rows, width), int, block columns in any order. Entries
+                past the count are not read; -1 is the usual filler there.
             block_size: block_q and block_k, or one int for both.
-            columns: number of block columns, ceil(seqlen_k / block_k). Default: the width of indices.
+            columns: number of block columns, ceil(seqlen_k / block_k). Default: the width of
+                indices.
         Returns:
             The mask, on the device of `indices`, its lists sorted.
         Raises:
@@ -103,7 +105,8 @@ class BlockMask:
         wrong = live & ((indices < 0) | (indices >= columns))
         if bool(wrong.any()):
             raise ValueError(
-                f"flash_attn: indices must lie in 0 to {columns - 1} (columns - 1) up to each list's "
+                f"flash_attn: indices must lie in 0 to {columns - 1} (columns - 1) up to each "
+                f"list's "
                 f"count, got {int(indices[wrong][0])}"
             )
         places = torch.where(live, indices, columns).long()
@@ -113,7 +116,8 @@ class BlockMask:
         if bool((hits > 1).any()):
             b, h, row, column = (int(x) for x in (hits > 1).nonzero()[0])
             raise ValueError(
-                f"flash_attn: indices names block {column} twice in the list of batch {b}, head {h}, "
+                f"flash_attn: indices names block {column} twice in the list of batch {b}, head "
+                f"{h}, "
                 f"row {row}"
             )
         return cls.from_dense(hits > 0, size)
@@ -168,10 +172,12 @@ def _lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _with_rank(tensor: Tensor, rank: int, name: str) -> Tensor:
-    """Puts dimensions of size 1 in front; at least (rows,) for counts, (rows, columns) for blocks."""
+    """Puts dimensions of size 1 in front; at least (rows,) for counts, (rows, columns) for
+    blocks."""
     if not rank - 2 <= tensor.dim() <= rank:
         raise ValueError(
-            f"flash_attn: {name} must have {rank - 2} to {rank} dimensions, got shape {tuple(tensor.shape)}"
+            f"flash_attn: {name} must have {rank - 2} to {rank} dimensions, got shape "
+            f"{tuple(tensor.shape)}"
         )
     return tensor.reshape((1,) * (rank - tensor.dim()) + tuple(tensor.shape))
 

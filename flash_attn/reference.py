@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The oracle: every feature of the package in plain torch, slow, readable, quadratic in memory.
 
-What the tests compare the kernels with, and what `backend="reference"` runs. It works on every device
-and dtype, under every transform of torch (forward mode, double backward, vmap), and at any precision:
+What the tests compare the kernels with, and what `backend="reference"` runs. It works on every
+device and dtype, under every transform of torch (forward mode, double backward, vmap), and at any
+precision:
 
-    out, lse = attention(q, k, v, causal=True)                              # as the kernels: fp32 inside
-    out, lse = attention(q, k, v, causal=True, compute_dtype=torch.float64) # the exact answer
-    out, lse = attention(q, k, v, causal=True, compute_dtype=q.dtype)       # the low-precision yardstick
+    out, lse = attention(q, k, v, causal=True)                              # as the kernels: fp32
+    inside out, lse = attention(q, k, v, causal=True, compute_dtype=torch.float64) # the exact
+    answer out, lse = attention(q, k, v, causal=True, compute_dtype=q.dtype)       # the
+    low-precision yardstick
 
 Ragged batches (packed, live lengths, caches) are evaluated one sequence at a time, which reads the
 lengths on the host: on a GPU that synchronises.
@@ -96,8 +98,10 @@ def attention(
     """Attention as the package means it, differentiable by autograd in every floating input.
 
     Args:
-        q: (batch, seqlen_q, num_heads, head_dim), or (total_q, num_heads, head_dim) with cu_seqlens_q.
-        k: (batch, seqlen_k, num_heads_k, head_dim); packed with cu_seqlens_k; pages with block_table.
+        q: (batch, seqlen_q, num_heads, head_dim), or (total_q, num_heads, head_dim) with
+            cu_seqlens_q.
+        k: (batch, seqlen_k, num_heads_k, head_dim); packed with cu_seqlens_k; pages with
+            block_table.
         v: as k, with head_dim_v.
         softmax_scale: default 1 / sqrt(head_dim).
         causal: hide keys after the bottom-right diagonal.
@@ -115,10 +119,12 @@ def attention(
         leftpad_k: (batch,) first live slot.
         cache_batch_idx: (batch,) which cache entry serves a batch.
         block_table: (batch, max_pages), pages of a cache; -1 is no page.
-        compute_dtype: of the arithmetic and of `out`; default fp32 (fp64 for fp64), `out` in q's dtype.
+        compute_dtype: of the arithmetic and of `out`; default fp32 (fp64 for fp64), `out` in q's
+            dtype.
     Returns:
         out: (batch, seqlen_q, num_heads, head_dim_v) or (total_q, num_heads, head_dim_v).
-        lse: (batch, num_heads, seqlen_q) or (num_heads, total_q), fp32 (fp64 when computed in fp64).
+        lse: (batch, num_heads, seqlen_q) or (num_heads, total_q), fp32 (fp64 when computed in
+            fp64).
     """
     problem = _problem(**locals())
     outs, lses = [], []
@@ -127,20 +133,26 @@ def attention(
             out, lse = _attend(problem, sequence)
             outs.append(out)
             lses.append(lse)
-    out_dtype = compute_dtype or q.dtype
-    return _gather_rows(problem, outs, 1, 0.0).to(out_dtype), _gather_rows(
-        problem, lses, 2, float("-inf")
-    )
+    out = _gather_rows(problem, outs, 1, 0.0).to(compute_dtype or q.dtype)
+    return out, _gather_rows(problem, lses, 2, float("-inf"))
 
 
 def attention_backward(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, **arguments
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    **arguments,
 ) -> dict[str, Tensor]:
     """Gradients by the formulas of the kernels, from a rounded `out` and `lse`, in `compute_dtype`.
 
-    A yardstick for the tests: delta = rowsum(out * dout) of a rounded out costs accuracy that autograd
-    through `attention` does not lose. `arguments` are those of `attention`. Returns a dict with the keys
-    q, k, v and, for the inputs that were given, attn_bias, alibi_slopes, learnable_sink.
+    A yardstick for the tests: delta = rowsum(out * dout) of a rounded out costs accuracy that
+    autograd through `attention` does not lose. `arguments` are those of `attention`. Returns a dict
+    with the keys q, k, v and, for the inputs that were given, attn_bias, alibi_slopes,
+    learnable_sink.
     """
     leaves = {"q": q, "k": k, "v": v}
     for name in ("attn_bias", "alibi_slopes", "learnable_sink"):
@@ -167,7 +179,8 @@ def attention_backward(
 
 
 def dropout_scores(**arguments) -> Tensor:
-    """What `return_attn_probs` hands out: exp(s - the row's maximum), negative where dropped, q's dtype.
+    """What `return_attn_probs` hands out: exp(s - the row's maximum), negative where dropped, q's
+    dtype.
 
     Takes the arguments of `attention` by name. Returns (batch, num_heads, longest seqlen_q, longest
     seqlen_k), 0 where nothing is visible. Costs memory of that size.
@@ -191,71 +204,33 @@ def dropout_scores(**arguments) -> Tensor:
     return torch.cat([_pad_to(piece, rows, columns) for piece in pieces])
 
 
-def rotary(x: Tensor, cos: Tensor, sin: Tensor, offsets: Tensor, interleaved: bool, per_row: bool) -> Tensor:
-    """Rotates the first 2 * cos.shape[1] elements of x (batch, seqlen, heads, head_dim).
+def from_operator(arguments: tuple, block_mask) -> dict:
+    """Arguments of the operator `forward`, in its order, as keywords for `attention`.
 
-    Row i of batch b stands at position offsets[b] + i, or at offsets[b] when not per_row. `interleaved`
-    pairs elements (0, 1), (2, 3), …; otherwise (0, n), (1, n + 1), … with n = cos.shape[1].
+    block_mask: the BlockMask whose lists stand among them, or None.
     """
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    steps = torch.arange(x.shape[1], device=x.device)
-    positions = offsets.long()[:, None] + (steps if per_row else torch.zeros_like(steps))
-    if positions.numel() and (int(positions.min()) < 0 or int(positions.max()) >= cos.shape[0]):
-        raise ValueError(
-            f"flash_attn: rotary_cos and rotary_sin hold positions 0 to {cos.shape[0] - 1}, "
-            f"got {int(positions.min())} to {int(positions.max())}"
-        )
-    cosine, sine = (table.to(dtype)[positions][:, :, None] for table in (cos, sin))
-    width = 2 * cos.shape[1]
-    turned, rest = x[..., :width].to(dtype), x[..., width:]
-    if interleaved:
-        first, second = turned[..., 0::2], turned[..., 1::2]
-    else:
-        first, second = turned[..., : width // 2], turned[..., width // 2 :]
-    pair = first * cosine - second * sine, first * sine + second * cosine
-    turned = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
-    return torch.cat([turned.to(x.dtype), rest], -1)
-
-
-def append_kv(
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    cache_seqlens: Tensor,
-    cache_batch_idx: Tensor | None,
-    block_table: Tensor | None,
-    interleaved: bool,
-) -> None:
-    """Writes k, v (batch, seqlen_new, heads_k, head_dim) into the caches at cache_seqlens[b] + i."""
-    capacity = k_cache.shape[1]
-    if block_table is not None:
-        capacity *= block_table.shape[1]
-    lengths = cache_seqlens.tolist()
-    for batch, length in enumerate(lengths):
-        empty = block_table is not None and not bool((block_table[batch] >= 0).any())
-        if not empty and (length < 0 or length + k.shape[1] > capacity):
-            raise ValueError(
-                f"flash_attn: cache_seqlens[{batch}] + seqlen_new must lie in 0 to {capacity} (the capacity "
-                f"of k_cache), got {length} + {k.shape[1]}"
-            )
-    if cos is not None:
-        k = rotary(k, cos, sin, cache_seqlens, interleaved, True)
-    for batch, length in enumerate(lengths):
-        slots = torch.arange(length, length + k.shape[1], device=k.device)
-        if block_table is None:
-            entry = batch if cache_batch_idx is None else int(cache_batch_idx[batch])
-            k_cache[entry, slots], v_cache[entry, slots] = k[batch], v[batch]
-            continue
-        size = k_cache.shape[1]
-        slots = slots[slots < capacity]
-        pages = block_table[batch].long()[slots // size]
-        live = pages >= 0
-        place = pages[live], (slots % size)[live]
-        k_cache[place] = k[batch, : len(slots)][live]
-        v_cache[place] = v[batch, : len(slots)][live]
+    q, k, v, cu_q, cu_k, used, leftpad, index, table, bias, slopes, sinks = arguments[:12]
+    philox, scale, softcap, dropout_p, left, right = arguments[16:22]
+    return dict(
+        q=q,
+        k=k,
+        v=v,
+        softmax_scale=scale,
+        window_size=(left, right),
+        softcap=softcap,
+        alibi_slopes=slopes,
+        attn_bias=bias,
+        learnable_sink=sinks,
+        block_mask=block_mask,
+        dropout_p=dropout_p,
+        philox=philox,
+        cu_seqlens_q=cu_q,
+        cu_seqlens_k=cu_k,
+        seqused_k=used,
+        leftpad_k=leftpad,
+        cache_batch_idx=index,
+        block_table=table,
+    )
 
 
 def _problem(
@@ -285,7 +260,9 @@ def _problem(
         attn_bias = attn_bias[None]
     below = keep_below(dropout_p)
     if below < 65536 and philox is None:
-        raise ValueError("flash_attn: philox must hold a seed and an offset when dropout_p > 0, got None")
+        raise ValueError(
+            "flash_attn: philox must hold a seed and an offset when dropout_p > 0, got None"
+        )
     left, right = (int(side) for side in window_size)
     return Problem(
         q=q,
@@ -338,7 +315,9 @@ def _sequences(problem: Problem) -> Iterator[Sequence]:
         room = k.shape[0] if p.block_table is None else k.shape[1] * p.block_table.shape[1]
         k_len = room if host["seqused_k"] is None else host["seqused_k"][b]
         if p.block_table is not None and not bool((p.block_table[b] >= 0).any()):
-            k_len = min(k_len, 0)  # a sequence without pages pads the batch: its length means nothing
+            k_len = min(
+                k_len, 0
+            )  # a sequence without pages pads the batch: its length means nothing
         if not 0 <= k_len <= room:
             raise ValueError(f"flash_attn: seqused_k[{b}] must lie in 0 to {room}, got {k_len}")
         k_first = 0 if host["leftpad_k"] is None else min(host["leftpad_k"][b], k_len)
@@ -357,9 +336,14 @@ def _sequences(problem: Problem) -> Iterator[Sequence]:
 def _check_cumulative(name: str, values: list[int] | None, rows: int) -> None:
     if values is None:
         return
-    if values[0] != 0 or values[-1] > rows or any(a > b for a, b in zip(values, values[1:], strict=False)):
+    if (
+        values[0] != 0
+        or values[-1] > rows
+        or any(a > b for a, b in zip(values, values[1:], strict=False))
+    ):
         raise ValueError(
-            f"flash_attn: {name} must start at 0, not decrease and end at no more than the {rows} rows, "
+            f"flash_attn: {name} must start at 0, not decrease and end at no more than the {rows} "
+            f"rows, "
             f"got {values if len(values) <= 16 else [*values[:16], '…']}"
         )
 
@@ -394,7 +378,8 @@ def _scores(problem: Problem, sequence: Sequence) -> tuple[Tensor, Tensor]:
             column.numel() and sequence.k_len > blocks.shape[3] * p.block_size[1]
         ):
             raise ValueError(
-                f"flash_attn: block_mask has {tuple(blocks.shape[2:])} blocks of {p.block_size}, too few "
+                f"flash_attn: block_mask has {tuple(blocks.shape[2:])} blocks of {p.block_size}, "
+                f"too few "
                 f"for a sequence of {q_len} queries and {sequence.k_len} keys"
             )
         visible = visible & blocks[:, :, row][..., column]
@@ -419,7 +404,8 @@ def _of_batch(x: Tensor, batch: slice) -> Tensor:
 def _slice(bias: Tensor, dim: int, begin: int, end: int) -> Tensor:
     if end > bias.shape[dim]:
         raise ValueError(
-            f"flash_attn: attn_bias.shape[{dim}] must be 1 or at least the longest sequence, {end}, "
+            f"flash_attn: attn_bias.shape[{dim}] must be 1 or at least the longest sequence, "
+            f"{end}, "
             f"got {bias.shape[dim]}"
         )
     return bias.narrow(dim, begin, end - begin)
@@ -433,7 +419,9 @@ def _keep(problem: Problem, sequence: Sequence) -> Tensor:
     first = sequence.batch.start or 0
     rows = torch.arange(q_len, device=sequence.q.device)
     columns = torch.arange(sequence.k_first, sequence.k_len, device=sequence.q.device)
-    return keep_mask(problem.philox, problem.keep_below, range(first, first + batch), heads, rows, columns)
+    return keep_mask(
+        problem.philox, problem.keep_below, range(first, first + batch), heads, rows, columns
+    )
 
 
 def _attend(problem: Problem, sequence: Sequence) -> tuple[Tensor, Tensor]:
@@ -444,7 +432,8 @@ def _attend(problem: Problem, sequence: Sequence) -> tuple[Tensor, Tensor]:
     if problem.sinks is not None:
         sinks = problem.sinks.to(problem.dtype)[None, :, None, None]
         scores = torch.cat([scores, sinks.expand(*scores.shape[:3], 1)], -1)
-    # Rows without any weight go through softmax as zeros, so that no NaN arises to reach a gradient.
+    # Rows without any weight go through softmax as zeros, so that no NaN arises to reach a
+    # gradient.
     alive = (scores != float("-inf")).any(-1, keepdim=True)
     safe = torch.where(alive, scores, 0.0)
     lse = torch.logsumexp(safe.to(problem.stats_dtype), -1)
@@ -458,7 +447,8 @@ def _attend(problem: Problem, sequence: Sequence) -> tuple[Tensor, Tensor]:
 
 
 def _sequence_backward(problem, sequence, leaves, out, dout, lse, dlse) -> dict[str, Tensor]:
-    """The gradients that one sequence gives to the leaves: ds by the formula, what follows by autograd."""
+    """The gradients that one sequence gives to the leaves: ds by the formula, what follows by
+    autograd."""
     dtype, stats = problem.dtype, problem.stats_dtype
     scores, visible = _scores(problem, sequence)
     keep = _keep(problem, sequence)
@@ -487,12 +477,15 @@ def _sequence_backward(problem, sequence, leaves, out, dout, lse, dlse) -> dict[
 
 
 def _gather_rows(problem: Problem, pieces: list[Tensor], row_dim: int, fill: float) -> Tensor:
-    """Puts the sequences' results together: by batch, or by row when packed, with `fill` at the end."""
+    """Puts the sequences' results together: by batch, or by row when packed, with `fill` at the
+    end."""
     if not problem.packed:
         if pieces:
             return torch.cat(pieces)
         batch, q_len, heads = problem.q.shape[:3]
-        shape = (batch, q_len, heads, problem.v.shape[-1]) if row_dim == 1 else (batch, heads, q_len)
+        shape = (
+            (batch, q_len, heads, problem.v.shape[-1]) if row_dim == 1 else (batch, heads, q_len)
+        )
         return problem.q.new_full(shape, fill, dtype=problem.stats_dtype)
     rows, heads = problem.q.shape[:2]
     rest = rows - sum(piece.shape[row_dim] for piece in pieces)

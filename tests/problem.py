@@ -178,7 +178,10 @@ class Problem:
         if self.blocks is not None:
             rule.blocks, rule.block_size = self.blocks[b], case.blocks
         if keep is not None:
-            rule.keep = keep[b, :, : self.lens_q[b.start], : self.lens_k[b.start]]
+            len_q, len_k = self.longest
+            if case.packed:
+                len_q, len_k = self.lens_q[b.start], self.lens_k[b.start]
+            rule.keep = keep[b, :, :len_q, :len_k]
         return rule
 
     def pieces(self, leaves):

@@ -13,6 +13,11 @@ from flash_attn import flash_attn_func, flash_attn_varlen_func
 NEG_INF = float("-inf")
 
 
+def near(dtype):
+    """How close two results in one dtype are that round their probabilities differently."""
+    return {} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 2**-8}
+
+
 def ints(values, device):
     return torch.tensor(values, dtype=torch.int32, device=device)
 
@@ -28,7 +33,9 @@ def test_bc01_causal_varlen_most_rows_see_no_key(dtype, device):
     last = [75, 109, 255]
     empty = [i for i in range(256) if i not in last]
     assert not out[empty].any() and (lse[0, empty] == NEG_INF).all()
-    assert torch.equal(out[last], v) and not dq.any() and not dk.any()
+    assert torch.equal(out[last], v) and not dq[empty].any()
+    # One key: dq and dk are 0 up to the rounding of rowsum(out * dout) against dout @ v.
+    assert max(dq.abs().max(), dk.abs().max()) < 1e-5
     assert torch.equal(dv, torch.ones_like(dv))
 
 
@@ -84,7 +91,8 @@ def test_bc07_equivalent_windows(dtype, device):
     out = flash_attn_func(*leaves, window_size=(0, 0))
     dout = torch.randn_like(out)
     dq, dk, dv = torch.autograd.grad(out, leaves, dout)
-    assert torch.equal(out, v) and torch.equal(dv, dout)
+    assert torch.equal(out, v)
+    torch.testing.assert_close(dv, dout)
     # out * dout summed twice in different orders: the difference is rounding alone.
     assert max(dq.abs().max(), dk.abs().max()) < 1e-4
 
@@ -180,7 +188,7 @@ def test_bc15_varlen_decode_with_empty_sequences(lens_q, dtype, device):
     expected = flash_attn_varlen_func(
         q, k, v, cu_q, cu_k, max(lens_q), 5, causal=True, backend="reference"
     )
-    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(out, expected, **near(dtype))
 
 
 def test_bc17_zero_length_keys_in_varlen(device):
@@ -264,7 +272,7 @@ def test_bc23_paged_rows_are_all_written(num_splits, device):
     expected = flash_attn.flash_attn_with_kvcache(
         q, *caches, cache_seqlens=lengths, block_table=table, backend="reference"
     )
-    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(out, expected, **near(torch.bfloat16))
 
 
 def test_bc24_tokens_beyond_the_last_sequence(device):

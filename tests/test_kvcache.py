@@ -98,10 +98,11 @@ class Cache:
             torch.rand(self.batch, c.heads, generator=self.rng) * 0.2 if c.slopes else None
         )
         self.sinks = self.draw(c.heads) if c.sinks else None
-        self.bias = self.draw(self.batch, 1, c.seqlen_q, c.capacity) if c.bias else None
+        room = self.table.shape[1] * c.page_size if c.page_size else c.capacity
+        self.bias = self.draw(self.batch, 1, c.seqlen_q, room) if c.bias else None
         self.blocks = None
         if c.blocks:
-            counts = (-(-c.seqlen_q // 2), -(-c.capacity // 8))
+            counts = (-(-c.seqlen_q // 2), -(-room // 8))
             self.blocks = torch.rand(1, c.heads, *counts, generator=self.rng) < 0.6
 
     def draw(self, *shape):

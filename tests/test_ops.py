@@ -217,13 +217,17 @@ def test_compile_fullgraph(backend, device):
 
 
 def test_compile_dynamic_does_not_recompile(device):
+    from torch._dynamo.testing import CompileCounterWithBackend
+
     torch.compiler.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     run = torch.compile(dense, fullgraph=True, dynamic=True, backend=counter)
+    compiled = []  # graphs after each call; the first makes one or, since torch 2.15, two
     for length in (24, 40, 33):
         inputs = compiled_inputs(device, length)
         torch.testing.assert_close(run(*inputs), dense(*inputs))
-    assert counter.frame_count == 1
+        compiled.append(counter.frame_count)
+    assert len(set(compiled)) == 1
 
 
 def test_compile_varlen_and_dropout(device):

@@ -40,26 +40,27 @@ def name_of(path):
 FILES = code_files()
 CXX_FILES = [p for p in FILES if p.suffix in CXX]
 PYTHON_FILES = [p for p in FILES if p.suffix == ".py"]
-every_file = pytest.mark.parametrize("path", FILES, ids=name_of)
-every_cxx = pytest.mark.parametrize("path", CXX_FILES, ids=name_of)
-every_python = pytest.mark.parametrize("path", PYTHON_FILES, ids=name_of)
 
 
-@every_file
-def test_file_has_its_licence_line_and_length(path):
-    lines = path.read_text().splitlines()
-    limit = INTERFACE_LINES if path.name == "interface.py" else FILE_LINES
-    assert len(lines) <= limit, f"{len(lines)} lines, {limit} are allowed"
-    assert any("SPDX-License-Identifier: BSD-3-Clause" in line for line in lines[:2])
-    long = [i for i, line in enumerate(lines, 1) if len(line) > COLUMNS]
-    assert not long, f"lines of more than {COLUMNS} columns: {long}"
+def test_files_have_a_licence_line_and_a_length():
+    wrong = []
+    for path in FILES:
+        lines = path.read_text().splitlines()
+        limit = INTERFACE_LINES if path.name == "interface.py" else FILE_LINES
+        if len(lines) > limit:
+            wrong.append(f"{name_of(path)}: {len(lines)} lines, {limit} are allowed")
+        if not any("SPDX-License-Identifier: BSD-3-Clause" in line for line in lines[:2]):
+            wrong.append(f"{name_of(path)}: no SPDX line")
+        long = [i for i, line in enumerate(lines, 1) if len(line) > COLUMNS]
+        if long:
+            wrong.append(f"{name_of(path)}: more than {COLUMNS} columns in lines {long}")
+    assert not wrong, "\n".join(wrong)
 
 
-@every_file
-def test_file_names_no_machine_and_nothing_unfinished(path):
-    text = path.read_text()
-    assert not MACHINE_PATH.findall(text)
-    assert not UNFINISHED.findall(text)
+@pytest.mark.parametrize("word", [MACHINE_PATH, UNFINISHED], ids=["machine", "unfinished"])
+def test_files_name_no_machine_and_nothing_unfinished(word):
+    found = {name_of(path): word.findall(path.read_text()) for path in FILES}
+    assert not {name: words for name, words in found.items() if words}
 
 
 def cxx_functions(text):
@@ -97,48 +98,51 @@ def cxx_functions(text):
     return found
 
 
-@every_cxx
-def test_cxx_functions_are_short(path):
-    for line, length, header in cxx_functions(path.read_text()):
-        limit = KERNEL_LINES if "__global__" in header else FUNCTION_LINES
-        assert length <= limit, f"line {line}: {length} lines, {limit} are allowed"
+def test_cxx_functions_are_short():
+    wrong = []
+    for path in CXX_FILES:
+        for line, length, header in cxx_functions(path.read_text()):
+            limit = KERNEL_LINES if "__global__" in header else FUNCTION_LINES
+            if length > limit:
+                wrong.append(f"{name_of(path)}:{line}: {length} lines, {limit} are allowed")
+    assert not wrong, "\n".join(wrong)
 
 
-@every_python
-def test_python_functions_are_short(path):
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            has_doc = ast.get_docstring(node) is not None
-            first = node.body[1].lineno if has_doc and len(node.body) > 1 else node.lineno
-            length = node.end_lineno - first + 1
-            assert length <= FUNCTION_LINES, f"{node.name}: {length} lines without its docstring"
+def test_python_functions_are_short():
+    wrong = []
+    for path in PYTHON_FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                has_doc = ast.get_docstring(node) is not None and len(node.body) > 1
+                length = node.end_lineno - (node.body[1].lineno if has_doc else node.lineno) + 1
+                if length > FUNCTION_LINES:
+                    wrong.append(f"{name_of(path)}: {node.name}: {length} lines without docstring")
+    assert not wrong, "\n".join(wrong)
 
 
-@every_cxx
-def test_cxx_prints_nothing_and_has_few_macros(path):
-    text = path.read_text()
-    in_product = name_of(path).startswith("csrc/")
-    if in_product:
-        assert not re.findall(r"\b(?:printf|fprintf|puts)\s*\(|std::c(?:out|err)\b", text)
+def test_csrc_prints_nothing_and_has_few_macros():
+    wrong = []
+    for path in CXX_FILES:
+        text = path.read_text()
+        if not name_of(path).startswith("csrc/"):
+            continue
+        wrong += [(path.name, x) for x in re.findall(r"\b(?:printf|fprintf|puts)\s*\(", text)]
+        wrong += [(path.name, x) for x in re.findall(r"std::c(?:out|err)\b", text)]
+        wrong += [(path.name, x) for x in OLD_CODE.findall(text)]
         macros = re.findall(r"^\s*#\s*define\s+(\w+)", text, re.M)
-        assert all(m.startswith("FA_") for m in macros), f"macros begin with FA_: {macros}"
-        assert not OLD_CODE.findall(text), "code in a comment"
+        wrong += [(path.name, x) for x in macros if not x.startswith("FA_")]
+        if path.suffix in {".h", ".cuh"} and "#pragma once" not in text:
+            wrong.append((path.name, "no #pragma once"))
+    assert not wrong
 
 
-@every_cxx
-def test_headers_are_guarded(path):
-    if path.suffix in {".h", ".cuh"}:
-        assert "#pragma once" in path.read_text()
-
-
-@every_cxx
-def test_kernels_are_named_and_have_no_bool_templates(path):
-    text = path.read_text()
-    for header in re.findall(r"template\s*<([^{;]*?)>\s*__global__", text):
-        assert "bool" not in header.split()
-        assert header.count(",") < 5
-    for name in re.findall(r"__global__[^;{]*?(\w+)\s*\(\s*(?:const )?__grid_constant__", text):
-        assert name.endswith("_kernel")
+def test_kernels_are_named_and_have_no_bool_templates():
+    for path in CXX_FILES:
+        text = path.read_text()
+        for header in re.findall(r"template\s*<([^{;]*?)>\s*__global__", text):
+            assert "bool" not in header.split() and header.count(",") < 5, f"{path.name}: {header}"
+        named = re.findall(r"__global__[^;{]*?(\w+)\s*\(\s*(?:const )?__grid_constant__", text)
+        assert all(name.endswith("_kernel") for name in named), f"{path.name}: {named}"
 
 
 @pytest.mark.skipif(shutil.which("clang-format") is None, reason="clang-format is not installed")

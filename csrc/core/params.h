@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// One attention problem as plain data: what csrc/torch/checks.cpp fills from tensors and every kernel
-// reads. An absent feature is a null pointer or a neutral value; there are no has_x flags.
+// One attention problem as plain data: what csrc/torch/checks.cpp fills from tensors and every
+// kernel reads. An absent feature is a null pointer or a neutral value; there are no has_x flags.
 // All strides count elements, not bytes. Passed by value to CUDA kernels (__grid_constant__).
 #pragma once
 
@@ -8,7 +8,7 @@
 
 namespace flash_attn {
 
-// A tensor (batch, row, head, dim) whose dim is contiguous. Packed (varlen) tensors have batch == 0;
+// A tensor (batch, row, head, dim) whose dim is contiguous. Packed (varlen) tensors have batch 0;
 // paged caches use `batch` as the stride of a page.
 struct TensorRef {
   void* ptr = nullptr;
@@ -17,15 +17,15 @@ struct TensorRef {
 
 // Where the sequences of one side lie. All null: dense, every sequence has the same length.
 struct Sequence {
-  const int32_t* cu_seqlens = nullptr;       // (batch + 1,) rows at which packed sequences begin
-  const int32_t* used = nullptr;             // (batch,) live length, at most the room of the sequence
-  const int32_t* leftpad = nullptr;          // (batch,) first live slot; key side only
-  const int32_t* cache_batch_idx = nullptr;  // (batch,) which cache entry serves a batch; key side only
+  const int32_t* cu_seqlens = nullptr;  // (batch + 1,) rows at which packed sequences begin
+  const int32_t* used = nullptr;        // (batch,) live length, at most the room of the sequence
+  const int32_t* leftpad = nullptr;     // (batch,) first live slot; key side only
+  const int32_t* cache_batch_idx = nullptr;  // (batch,) the cache entry of a batch; key side only
   int64_t total = 0;                         // rows in the packed tensor; 0 when not packed
   int entries = 0;                           // cache entries that cache_batch_idx may name
 };
 
-// Key slots in pages: slot j of a sequence is row j % page_size of page table[batch][j / page_size].
+// Key slots in pages: slot j of a sequence is row j % page_size of its page j / page_size.
 struct Pages {
   const int32_t* table = nullptr;  // (batch, max_pages); -1 is no page
   int64_t table_stride = 0;        // from one batch to the next
@@ -36,7 +36,7 @@ struct Pages {
 // broadcasts. The transposed lists (per block column its rows) serve the backward pass.
 struct BlockList {
   const int32_t* count = nullptr;  // (batch | 1, heads | 1, rows)
-  const int32_t* index = nullptr;  // (batch | 1, heads | 1, rows, width); entries past count are not read
+  const int32_t* index = nullptr;  // (batch | 1, heads | 1, rows, width); read up to count
   int64_t count_batch = 0, count_head = 0;
   int64_t index_batch = 0, index_head = 0;
   int rows = 0, width = 0;
@@ -65,8 +65,8 @@ struct Alibi {
 
 struct Dropout {
   const int64_t* philox = nullptr;  // {seed, offset}, on the device; null when off
-  uint32_t keep_below = 65536;      // keep where the 16-bit lane is below this: round((1-p) * 65536)
-  double scale = 1.0;               // 65536 / keep_below
+  uint32_t keep_below = 65536;  // keep where the 16-bit lane is below this: round((1-p) * 65536)
+  double scale = 1.0;           // 65536 / keep_below
 };
 
 struct Sinks {
@@ -75,19 +75,21 @@ struct Sinks {
 
 // Gradients. ptr == null for what is frozen. Strides of accumulators as documented beside them.
 struct Gradients {
-  TensorRef dout, dq, dk, dv;       // dtype of q
-  const void* dlse = nullptr;       // layout of lse; null when lse has no gradient
-  void* delta = nullptr;            // layout of lse: rowsum(out * dout) - dlse
-  void* dbias = nullptr;            // contiguous, shape of the bias, fp32 (fp64 with fp64)
-  int64_t dbias_batch = 0, dbias_head = 0, dbias_row = 0, dbias_col = 0;  // 0 where the bias broadcasts
-  void* dslopes = nullptr;          // shape of the slopes, fp32
-  void* dsinks = nullptr;           // (heads_q,), fp32 (fp64 with fp64)
+  TensorRef dout, dq, dk, dv;  // dtype of q
+  const void* dlse = nullptr;  // layout of lse; null when lse has no gradient
+  void* delta = nullptr;       // layout of lse: rowsum(out * dout) - dlse
+  void* dbias = nullptr;       // contiguous, shape of the bias, fp32 (fp64 with fp64)
+  // Strides of dbias, 0 where the bias broadcasts.
+  int64_t dbias_batch = 0, dbias_head = 0, dbias_row = 0, dbias_col = 0;
+  void* dslopes = nullptr;  // shape of the slopes, fp32
+  void* dsinks = nullptr;   // (heads_q,), fp32 (fp64 with fp64)
   uint8_t deterministic = 0;
 };
 
 struct AttnParams {
   TensorRef q, k, v, out;
-  void* lse = nullptr;  // (batch, heads_q, seqlen_q) contiguous, packed (heads_q, total_q); fp32, fp64 with fp64
+  // (batch, heads_q, seqlen_q) contiguous, packed (heads_q, total_q); fp32, fp64 with fp64.
+  void* lse = nullptr;
 
   int batch = 0;
   int seqlen_q = 0, seqlen_k = 0;  // dense lengths; packed or paged: an upper bound of every length

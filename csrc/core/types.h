@@ -15,18 +15,28 @@ namespace flash_attn {
 
 enum class DType : uint8_t { kF64, kF32, kF16, kBF16 };
 
-FA_HD int dtype_bytes(DType t) { return t == DType::kF64 ? 8 : t == DType::kF32 ? 4 : 2; }
+FA_HD int dtype_bytes(DType t) {
+  return t == DType::kF64 ? 8 : t == DType::kF32 ? 4 : 2;
+}
 
 // Both for non-negative a and positive b.
 template <class T>
-FA_HD constexpr T ceil_div(T a, T b) { return (a + b - 1) / b; }
+FA_HD constexpr T ceil_div(T a, T b) {
+  return (a + b - 1) / b;
+}
 template <class T>
-FA_HD constexpr T round_up(T a, T b) { return ceil_div(a, b) * b; }
+FA_HD constexpr T round_up(T a, T b) {
+  return ceil_div(a, b) * b;
+}
 
 template <class T>
-FA_HD constexpr T min_of(T a, T b) { return b < a ? b : a; }
+FA_HD constexpr T min_of(T a, T b) {
+  return b < a ? b : a;
+}
 template <class T>
-FA_HD constexpr T max_of(T a, T b) { return a < b ? b : a; }
+FA_HD constexpr T max_of(T a, T b) {
+  return a < b ? b : a;
+}
 
 // "No limit" of a window side.
 constexpr int kUnlimited = -1;

@@ -7,14 +7,20 @@
 namespace flash_attn {
 
 // CPU instruction sets a row may need; bits of DeviceInfo::isa.
-enum Isa : uint32_t { kIsaScalar = 0, kIsaAvx2 = 1, kIsaAvx512 = 2, kIsaAvx512Bf16 = 4, kIsaNeon = 8 };
+enum Isa : uint32_t {
+  kIsaScalar = 0,
+  kIsaAvx2 = 1,
+  kIsaAvx512 = 2,
+  kIsaAvx512Bf16 = 4,
+  kIsaNeon = 8
+};
 
 struct DeviceInfo {
-  int arch = 0;                 // compute capability * 10 (80, 90, …); 0 is the CPU
-  int sm_count = 1;             // multiprocessors; threads on the CPU
-  int smem_per_block = 0;       // bytes a block may ask for
+  int arch = 0;            // compute capability * 10 (80, 90, …); 0 is the CPU
+  int sm_count = 1;        // multiprocessors; threads on the CPU
+  int smem_per_block = 0;  // bytes a block may ask for
   int64_t l2_bytes = 0;
-  uint32_t isa = kIsaScalar;    // CPU only
+  uint32_t isa = kIsaScalar;  // CPU only
 };
 
 }  // namespace flash_attn

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // The one table of compiled kernels. Rows live in the library that holds the kernels; the planner
-// walks them from the newest architecture to the oldest and takes the first that fits (plan/select.h).
+// walks them from the newest architecture to the oldest and takes the first that fits
+// (plan/select.h).
 #pragma once
 
 #include <cstddef>
@@ -24,16 +25,18 @@ using CpuLaunch = void (*)(const AttnParams&, const Plan&, void* workspace, Para
 using CudaLaunch = int (*)(const AttnParams&, const Plan&, void* workspace, void* stream);
 
 struct KernelRow {
-  const char* name;     // family, pass and dtype: "cpu_avx512_forward_f32"
-  const char* family;   // what `backend=` names: "cpu", "sm80", "sm90"
+  const char* name;    // family, pass and dtype: "cpu_avx512_forward_f32"
+  const char* family;  // what `backend=` names: "cpu", "sm80", "sm90"
   Pass pass;
-  int arch;             // lowest compute capability * 10 it runs on; 0 is the CPU
-  uint32_t isa;         // CPU features it needs
+  int arch;      // lowest compute capability * 10 it runs on; 0 is the CPU
+  uint32_t isa;  // CPU features it needs
   DType dtype;
   int head_dim, head_dim_v;  // largest it takes; 0 is any
   Score score;
-  int block_m, block_n;      // queries and keys of a tile
-  int64_t (*worker_bytes)(const AttnParams&, int block_m, int block_n);  // CPU scratch of one worker
+  int block_m, block_n;  // queries and keys of a tile
+  int64_t (*worker_bytes)(const AttnParams&,
+                          int block_m,
+                          int block_n);  // CPU scratch of one worker
   int64_t (*shared_bytes)(const AttnParams&, int block_m, int num_splits);  // and of all together
   CpuLaunch cpu;
   CudaLaunch cuda;

@@ -19,7 +19,8 @@ int tile_within(int block, int tile) {
   return size;
 }
 
-// A forward tile of fewer rows where the row's own would leave threads without work; down to kLeastRows.
+// A forward tile of fewer rows where the row's own would leave threads without work; down to
+// kLeastRows.
 int rows_for_threads(const AttnParams& p, int block_m, int threads) {
   constexpr int kLeastRows = 64, kTasksPerThread = 4;
   while (block_m % 2 == 0 && block_m / 2 >= kLeastRows &&

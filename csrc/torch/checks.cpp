@@ -103,11 +103,11 @@ void check_bias(const OpInputs& in) {
   const Tensor& bias = *in.bias;
   const int64_t batch = batch_of(in), heads = in.q.size(in.q.dim() - 2);
   const ScalarType type = bias.scalar_type();
-  const bool wide = in.q.scalar_type() == ScalarType::Double;
+  const bool narrow = in.q.element_size() == 2;
   if (type != ScalarType::Bool && type != in.q.scalar_type() &&
-      (wide || type != ScalarType::Float)) {
+      !(narrow && type == ScalarType::Float)) {
     raise("TypeError", message("attn_bias must be bool, ", dtype_name(in.q.scalar_type()),
-                               wide ? "" : " or float32", ", got ", dtype_name(type)));
+                               narrow ? " or float32" : "", ", got ", dtype_name(type)));
   }
   check_device(bias, "attn_bias", in.q);
   check_rank(bias, "attn_bias", 4);

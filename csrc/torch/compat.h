@@ -65,6 +65,7 @@ inline const char* dtype_name(ScalarType type) {
     case ScalarType::Int: return "int32";
     case ScalarType::Long: return "int64";
     case ScalarType::Bool: return "bool";
+    case ScalarType::Byte: return "uint8";
     default: return "another dtype";
   }
 }
@@ -118,8 +119,12 @@ inline Tensor allocate(const std::vector<int64_t>& sizes,
   if (aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
                                dtype, device_type, like.get_device_index(),
                                &handle) != AOTI_TORCH_SUCCESS) {
-    raise("OutOfMemoryError",
-          message("could not allocate ", what, ": ", shape_text(sizes), " of ", dtype_name(type)));
+    const int64_t width = type == ScalarType::Byte     ? 1
+                          : type == ScalarType::Double ? 8
+                          : type == ScalarType::Float  ? 4
+                                                       : 2;
+    raise("OutOfMemoryError", message("could not allocate ", stride * width, " bytes for ", what,
+                                      ", ", shape_text(sizes), " of ", dtype_name(type)));
   }
   return Tensor(handle);
 }

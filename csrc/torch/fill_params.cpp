@@ -142,7 +142,9 @@ int check_key_lengths(const AttnParams& p, int room) {
     const int most = cu != nullptr ? cu[b + 1] - cu[b] : room;
     const int length = p.seq_k.used != nullptr ? p.seq_k.used[b] : most;
     if ((length < 0 || length > most) && !is_padding(p.pages, b)) {
-      raise("ValueError", message("seqused_k[", b, "] must lie in 0 to ", most, ", got ", length));
+      raise("ValueError",
+            message("seqused_k[", b, "] (cache_seqlens, with what is appended) must lie in 0 to ",
+                    most, ", got ", length));
     }
     if (p.seq_k.leftpad != nullptr && p.seq_k.leftpad[b] < 0) {
       raise("ValueError",

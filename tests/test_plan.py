@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The planner seen from Python: tables of problem -> plan, reasons, explain(), check()."""
+
+import pytest
+import torch
+
+import flash_attn
+import flash_attn._host as host
+
+AVX2, AVX512, AVX512_BF16 = 1, 2, 4
+
+
+def plan(**problem):
+    return host.plan(
+        {"threads": 2, "seqlen_q": 512, "seqlen_k": 512, "heads_q": 4, "heads_k": 4} | problem
+    )
+
+
+@pytest.mark.parametrize(
+    "isa,dtype,kernel",
+    [
+        (0, "float32", "cpu_scalar_forward_f32"),
+        (AVX2, "float32", "cpu_avx2_forward_f32"),
+        (AVX2 | AVX512, "float32", "cpu_avx512_forward_f32"),
+        (AVX2 | AVX512, "bfloat16", "cpu_avx512_forward_bf16"),
+        (AVX2 | AVX512 | AVX512_BF16, "bfloat16", "cpu_avx512bf16_forward_bf16"),
+        (AVX2 | AVX512 | AVX512_BF16, "float64", "cpu_avx512_forward_f64"),
+    ],
+)
+def test_plan_takes_the_newest_instruction_set(isa, dtype, kernel):
+    if kernel not in [row["name"] for row in host.rows()]:
+        pytest.skip("built for another processor family")
+    made = plan(isa=isa, dtype=dtype, head_dim=64)
+    assert made["kernel"] == kernel and made["backend"] == "cpu"
+
+
+def test_plan_environment_caps_the_instruction_set(monkeypatch):
+    monkeypatch.setenv("FLASH_ATTN_CPU_ISA", "scalar")
+    made = plan(head_dim=64)
+    assert made["kernel"] == "cpu_scalar_forward_f32"
+    assert any("FLASH_ATTN_CPU_ISA" in reason for reason in made["reasons"])
+
+
+def test_plan_says_why_not():
+    """One reason a row that is not taken, by name."""
+    made = plan(dtype="bfloat16", head_dim=64)
+    rows = [row["name"] for row in host.rows() if row["pass"] == "forward"]
+    assert len(made["reasons"]) == len(rows) - 1
+    assert all(reason.split(":")[0] in rows for reason in made["reasons"])
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_plan_of_a_gpu_that_is_not_here(arch):
+    made = plan(device="cuda", arch=arch, sm_count=132, smem_per_block=99 << 10, head_dim=64)
+    if not any(row["arch"] > 0 and row["pass"] == "forward" for row in host.rows()):
+        assert made["kernel"] is None and "no kernel fits" in made["text"]
+        assert any("on a GPU" in reason for reason in made["reasons"])
+    else:
+        assert made["backend"] in ("sm80", "sm90")
+
+
+@pytest.mark.parametrize("family", ["sm80", "sm90"])
+def test_plan_of_a_family_that_cannot(family):
+    made = plan(backend=family, head_dim=64)
+    assert made["kernel"] is None
+    assert any(family in reason for reason in made["reasons"])
+
+
+@pytest.mark.parametrize("block", [1, 7, 16, 48, 64, 100, 128, 256])
+def test_plan_tiles_divide_the_blocks(block):
+    for name in ("forward", "backward"):
+        made = plan(**{"pass": name}, head_dim=64, block_q=block, block_k=block)
+        assert block % made["block_m"] == 0 and block % made["block_n"] == 0
+
+
+@pytest.mark.parametrize("name", ["forward", "backward"])
+def test_plan_scratch_is_linear_in_the_length(name):
+    sizes = [
+        plan(**{"pass": name}, seqlen_q=n, seqlen_k=n, head_dim=64, threads=8)["workspace_bytes"]
+        for n in (1 << 14, 1 << 17, 1 << 20)
+    ]
+    assert sizes[2] <= 65 * sizes[0] + (1 << 20)
+
+
+def test_plan_uses_all_threads_for_one_long_sequence():
+    made = plan(
+        batch=1, heads_q=1, heads_k=1, seqlen_q=8192, seqlen_k=8192, threads=16, head_dim=64
+    )
+    assert made["workers"] == 16
+    decode = plan(
+        batch=1, heads_q=8, heads_k=1, seqlen_q=1, seqlen_k=65536, threads=16, head_dim=64
+    )
+    assert decode["num_splits"] > 1 and decode["workers"] > 1
+    tiny = plan(batch=1, heads_q=1, heads_k=1, seqlen_q=1, seqlen_k=8, threads=16, head_dim=64)
+    assert tiny["workers"] == 1 and tiny["num_splits"] == 1
+
+
+def test_plan_refuses_nonsense():
+    for wrong in ({"nonsense": 1}, {"dtype": "int8"}, {"pass": "sideways"}, {"device": "tpu"}):
+        with pytest.raises(ValueError, match="flash_attn"):
+            host.plan(wrong)
+    with pytest.raises(ValueError, match="multiple"):
+        plan(heads_q=5, heads_k=2)
+
+
+def test_explain_text(device):
+    q = torch.randn(1, 9, 2, 16, device=device)
+    explained = flash_attn.explain(q, q, q, causal=True, softcap=2.0)
+    text = str(explained)
+    assert explained.backend in ("cpu", "sm80", "sm90")
+    assert set(explained.plans) == {"forward", "backward"}
+    for word in ("forward: ", "backward: ", "tiles of", "not taken: "):
+        assert word in text
+
+
+def test_explain_reference_and_missing():
+    q = torch.randn(1, 9, 2, 16)
+    reference = flash_attn.explain(q, q, q, backend="reference")
+    assert reference.backend == "reference" and "quadratic" in str(reference)
+    missing = flash_attn.explain(q, q, q, backend="sm90")
+    assert missing.backend is None and "no kernel fits" in str(missing)
+
+
+def test_explain_runs_nothing_and_raises_as_the_call_does():
+    q = torch.empty(1, 1 << 20, 64, 128, device="meta")
+    with pytest.raises(ValueError, match="num_heads"):
+        flash_attn.explain(q, q[:, :, :3], q[:, :, :3])
+    big = torch.empty(1).expand(1, 1 << 22, 64, 128)
+    assert flash_attn.explain(big, big, big).backend == "cpu"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_check_prints_both_errors(dtype, device):
+    q, k, v = (torch.randn(1, 20, 2, 16, device=device).to(dtype) for _ in range(3))
+    bias = torch.randn(2, 20, 20, device=device).to(dtype)
+    found = flash_attn.check(q, k, v, causal=True, attn_bias=bias, dropout_p=0.2)
+    names = [row[0] for row in found.rows]
+    assert found.ok, str(found)
+    assert names[:2] == ["out", "lse"] and len(names) == 6
+    assert all(name in str(found) for name in names)
