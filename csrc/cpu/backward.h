@@ -25,6 +25,7 @@ class Backward {
   using Acc = typename Step::Acc;
   using Head = typename Step::Head;
   using KeyTile = typename Step::KeyTile;
+  using Statistics = typename Step::Statistics;
   using Lanes = typename Step::Lanes;
   using Scratch = typename Step::Scratch;
   using Widths = typename Step::Widths;
@@ -37,6 +38,8 @@ class Backward {
     Acc* dq_partial;  // (splits, batch, heads_q) slots of (dq, kPanel), when the keys are split
     double* slopes_partial;       // (splits, batch, heads_q), when slopes need a gradient
     bool all_batches, all_heads;  // what one unit covers
+    Statistics statistics;        // valid when `large`: an lse beyond kLargeLse was seen
+    mutable std::atomic<bool> large{false};
     std::atomic<int64_t> next{0};
     int64_t tasks = 0;
     void (*task)(const Job&, const Scratch&, int64_t index) = nullptr;
@@ -74,6 +77,7 @@ class Backward {
     }
     const int64_t pairs = int64_t{p.batch} * p.heads_q;
     phase(job, delta, pairs * ceil_div(p.seqlen_q, kDeltaRows), parallel_for);
+    if (job.large) phase(job, statistics, pairs * ceil_div(p.seqlen_q, plan.block_m), parallel_for);
     phase(
         job, unit,
         int64_t{job.all_batches ? 1 : p.batch} * (job.all_heads ? 1 : p.heads_k) * plan.num_splits,
@@ -85,12 +89,16 @@ class Backward {
 
  private:
   static constexpr int kDeltaRows = 1024;
+  // From here on rounding lse costs the weights more than 2^-12 in fp32.
+  static constexpr double kLargeLse = 4096;
 
   static void carve_shared(Carver& c, const AttnParams& p, int block_m, int num_splits, Job& job) {
     const int64_t pairs = int64_t{num_splits} * p.batch * p.heads_q;
     const bool partial = num_splits > 1 && p.grad.dq.ptr != nullptr;
     job.dq_partial =
         partial ? c.take<Acc>(pairs * Step::slots(p, block_m) * Widths(p).dq * kPanel) : nullptr;
+    const int64_t rows = lse_rows(p);
+    job.statistics = {c.take<Acc>(rows), c.take<Acc>(rows)};
     job.slopes_partial = p.grad.dslopes != nullptr ? c.take<double>(pairs) : nullptr;
   }
 
@@ -131,9 +139,45 @@ class Backward {
       const int64_t at = seq.lse_offset(p, head, i);
       if (p.grad.dlse != nullptr) sum -= static_cast<const Acc*>(p.grad.dlse)[at];
       // Without a key every weight is 0, whatever dlse of an infinite lse may be.
-      const bool empty =
-          static_cast<const Acc*>(p.lse)[at] == -std::numeric_limits<Acc>::infinity();
+      const bool empty = Step::is_empty(p, seq, head, i);
       static_cast<Acc*>(p.grad.delta)[at] = empty ? 0 : sum;
+      if (!empty && std::abs(static_cast<const Acc*>(p.lse)[at]) > kLargeLse) job.large = true;
+    }
+  }
+
+  // m and 1 / l of the rows of one query tile of one head, as the forward pass had them.
+  static void statistics(const Job& job, const Scratch& scratch, int64_t index) {
+    const AttnParams& p = *job.p;
+    const int tiles = ceil_div(p.seqlen_q, job.plan->block_m);
+    const int begin = static_cast<int>(index % tiles) * job.plan->block_m;
+    const int query_head = static_cast<int>(index / tiles % p.heads_q);
+    const int batch = static_cast<int>(index / tiles / p.heads_q);
+    const SeqInfo seq(p, batch);
+    const Head head{batch, query_head / p.group_size(), 0, seq, Mask(p.mask, seq), nullptr, nullptr,
+                    {}};
+    const int end = min_of(begin + job.plan->block_m, seq.q_len);
+    for (int i = begin; i < end; i += kPanel) {
+      const Lanes lanes(PackedRows(1, query_head), i, min_of(kPanel, end - i));
+      Acc m[kPanel], l[kPanel], alpha[kPanel];
+      for (int lane = 0; lane < kPanel; ++lane)
+        m[lane] = -std::numeric_limits<Acc>::infinity(), l[lane] = 0;
+      KvTiles walk(p, seq, batch, query_head, begin, end, job.plan->block_n);
+      for (KvTile t; walk.next(t);) {
+        const int key = t.n * job.plan->block_n;
+        const KeyTile tile{key, min_of(key + job.plan->block_n, seq.k_len)};
+        Step::scores_of(p, scratch, head, lanes, tile, [&](int keys) {
+          online_softmax<Arch, Number>(scratch.s, m, l, alpha, keys);
+        });
+      }
+      for (int lane = 0; lane < lanes.count; ++lane) {
+        const double sink =
+            p.sinks.ptr != nullptr ? static_cast<const Acc*>(p.sinks.ptr)[query_head] : -INFINITY;
+        const double most = max_of(static_cast<double>(m[lane]), sink);
+        const double sum = l[lane] * std::exp(m[lane] - most) + std::exp(sink - most);
+        const int64_t at = seq.lse_offset(p, query_head, i + lane);
+        job.statistics.m[at] = static_cast<Acc>(most);
+        job.statistics.weight[at] = static_cast<Acc>(sum > 0 ? 1 / sum : 1);
+      }
     }
   }
 
@@ -156,7 +200,14 @@ class Backward {
   static void key_head(const Job& job, const Scratch& scratch, int batch, int head_k, int split) {
     const AttnParams& p = *job.p;
     const SeqInfo seq(p, batch);
-    Head head{batch, head_k, split, seq, Mask(p.mask, seq), scratch.dq, nullptr};
+    Head head{batch,
+              head_k,
+              split,
+              seq,
+              Mask(p.mask, seq),
+              scratch.dq,
+              nullptr,
+              job.large ? job.statistics : Statistics{}};
     const int64_t head_slots = Step::slots(p, job.plan->block_m), group = p.group_size();
     if (job.dq_partial != nullptr) {
       head.dq = job.dq_partial + ((int64_t{split} * p.batch + batch) * p.heads_q + head_k * group) *

@@ -86,12 +86,19 @@ struct BackwardStep {
   }
 
   // What one unit works on at a time: the query heads of `rows` against one key head.
+  // An lse of some thousands no longer holds log(l) beside m in its digits. Then m and 1 / l of
+  // every row are computed anew, in the layout of lse; else null.
+  struct Statistics {
+    Acc *m, *weight;
+  };
+
   struct Head {
     int batch, head_k, split;
     SeqInfo seq;
     Mask mask;
     Acc* dq;         // slots of the group's first head; null when dq is not wanted
     double* slopes;  // (heads_q,) partial gradient of the slopes
+    Statistics statistics;
   };
 
   struct KeyTile {
@@ -112,19 +119,30 @@ struct BackwardStep {
     pack_rows<Arch, Number>(dst, rows, tile.end - tile.begin, padded, dim, ld);
   }
 
+  // Whether a row saw nothing, no sink either.
+  static bool is_empty(const AttnParams& p, const SeqInfo& seq, int head, int i) {
+    return static_cast<const Acc*>(p.lse)[seq.lse_offset(p, head, i)] ==
+           -std::numeric_limits<Acc>::infinity();
+  }
+
+  // Rows of q or dout in the forms that the products take. With `live`, rows that saw nothing are
+  // zeros: their gradients are 0 whatever dout holds.
   static void pack_queries(const Head& head,
                            const Lanes& lanes,
                            const TensorRef& t,
                            int dim,
                            int ld,
                            int wide,
+                           const AttnParams* live,
                            Unit* rows_dst,
                            Unit* transposed,
                            Unit* pairs) {
     const Elem* rows[kPanel];
     for (int r = 0; r < lanes.count; ++r) {
       const int i = static_cast<int>(lanes.position[r]);
-      rows[r] = static_cast<const Elem*>(t.ptr) + head.seq.q_offset(t, i, lanes.head[r]);
+      const bool skip = live != nullptr && is_empty(*live, head.seq, lanes.head[r], i);
+      rows[r] =
+          skip ? nullptr : static_cast<const Elem*>(t.ptr) + head.seq.q_offset(t, i, lanes.head[r]);
     }
     pack_rows<Arch, Number>(rows_dst, rows, lanes.count, kPanel, dim, ld);
     transpose_panel<Arch, Number>(transposed, rows_dst, units_of<Number>(dim), ld);
@@ -142,13 +160,14 @@ struct BackwardStep {
                          const KeySpan& seen,
                          Acc* dq) {
     const Widths w(p);
-    pack_queries(head, lanes, p.q, p.head_dim, w.q, w.q_wide, scratch.q, scratch.qt,
+    pack_queries(head, lanes, p.q, p.head_dim, w.q, w.q_wide, nullptr, scratch.q, scratch.qt,
                  scratch.q_pairs);
-    pack_queries(head, lanes, p.grad.dout, p.head_dim_v, w.v, w.v_wide, scratch.o, scratch.ot,
+    pack_queries(head, lanes, p.grad.dout, p.head_dim_v, w.v, w.v_wide, &p, scratch.o, scratch.ot,
                  scratch.o_pairs);
     const int skip = (seen.begin - base) / S::kRows * S::kRows;
     const int key = base + skip, keys = round_up(seen.end - key, S::kRows);
-    probabilities(p, scratch, head, lanes, seen, skip, key, keys);
+    scores(p, scratch, head, lanes, seen, skip, key, keys);
+    probabilities(p, scratch, head, lanes, keys);
     gemm<Arch, Number>(keys, units_of<Number>(p.head_dim_v), scratch.v + int64_t{skip} * w.v, w.v,
                        1, scratch.ot, kPanel, scratch.dp, StoreScaled{1.0});
     if (scratch.keep != nullptr) {
@@ -160,7 +179,7 @@ struct BackwardStep {
       accumulate_keys(keys, scratch.p_lanes, scratch.o_pairs, w.v_wide, scratch.dv, scratch.n,
                       skip);
     }
-    score_gradient(p, scratch, head, lanes, keys);
+    score_gradient(p, scratch, head, lanes, keys, !seen.full || p.bias.ptr != nullptr);
     feature_gradients(p, scratch, head, lanes, key, keys, seen.end);
     if constexpr (kPairs) pack_lane_pairs<Arch>(scratch.ds_lanes, scratch.dp, keys);
     if (p.grad.dk.ptr != nullptr)
@@ -174,40 +193,69 @@ struct BackwardStep {
     }
   }
 
-  // scratch.s <- P^T = 2^(S^T - lse); scratch.slope with softcap.
-  static void probabilities(const AttnParams& p,
-                            const Scratch& scratch,
-                            const Head& head,
-                            const Lanes& lanes,
-                            const KeySpan& seen,
-                            int skip,
-                            int key,
-                            int keys) {
-    const bool general = has_features(p);
+  // scratch.s <- S^T after features and mask; scratch.slope with softcap.
+  static void scores(const AttnParams& p,
+                     const Scratch& scratch,
+                     const Head& head,
+                     const Lanes& lanes,
+                     const KeySpan& seen,
+                     int skip,
+                     int key,
+                     int keys) {
     const int ld = Widths(p).q;
     gemm<Arch, Number>(keys, units_of<Number>(p.head_dim), scratch.k + int64_t{skip} * ld, ld, 1,
-                       scratch.qt, kPanel, scratch.s,
-                       StoreScaled{p.softmax_scale * (general ? 1.0 : kLog2e)});
-    if (general) {
+                       scratch.qt, kPanel, scratch.s, StoreScaled{p.softmax_scale});
+    if (has_features(p)) {
       apply_features<Arch, Number>(scratch.s, scratch.slope, scratch.bias, p, head.mask, lanes,
                                    head.batch, key, keys, seen.end);
     }
     if (!seen.full || key != seen.begin || key + keys != seen.end)
       apply_mask(scratch.s, head.mask, lanes, seen, nullptr, key, keys);
+  }
+
+  // Packs the keys of a tile and one panel of queries, and calls use(keys) with their scores in
+  // scratch.s.
+  template <class Use>
+  static void scores_of(const AttnParams& p,
+                        const Scratch& scratch,
+                        const Head& head,
+                        const Lanes& lanes,
+                        const KeyTile& tile,
+                        const Use& use) {
+    const Widths w(p);
+    const KeySpan seen = key_span(head.mask, lanes.first, lanes.last, tile.begin, tile.end);
+    if (seen.begin >= seen.end) return;
+    pack_keys(scratch.k, head, p.k, p.head_dim, w.q, tile,
+              round_up(tile.end - tile.begin, S::kRows));
+    pack_queries(head, lanes, p.q, p.head_dim, w.q, w.q_wide, nullptr, scratch.q, scratch.qt,
+                 scratch.q_pairs);
+    const int skip = (seen.begin - tile.begin) / S::kRows * S::kRows, key = tile.begin + skip;
+    const int keys = round_up(seen.end - key, S::kRows);
+    scores(p, scratch, head, lanes, seen, skip, key, keys);
+    use(keys);
+  }
+
+  // scratch.s <- P^T = exp(S^T - base) * weight: base is lse and the weight 1, or what `Statistics`
+  // says.
+  static void probabilities(
+      const AttnParams& p, const Scratch& scratch, const Head& head, const Lanes& lanes, int keys) {
+    constexpr Acc kInfinity = std::numeric_limits<Acc>::infinity();
     const Acc* lse = static_cast<const Acc*>(p.lse);
     for (int v = 0; v < Arch::kVectors; ++v) {
-      V base;
+      V base, weight;
       for (int l = 0; l < S::kLane; ++l) {
         const int lane = v * S::kLane + l;
-        const Acc x =
-            lse[head.seq.lse_offset(p, lanes.head[lane], static_cast<int>(lanes.position[lane]))];
-        // Lanes past the end and rows without a key: every weight is 2^(-inf) = 0.
-        const bool none = lane >= lanes.count || x == -std::numeric_limits<Acc>::infinity();
-        base[l] = none ? std::numeric_limits<Acc>::infinity() : x * static_cast<Acc>(kLog2e);
+        const int64_t at =
+            head.seq.lse_offset(p, lanes.head[lane], static_cast<int>(lanes.position[lane]));
+        // Lanes past the end and rows without a key: every weight is exp(-inf) = 0.
+        const bool none = lane >= lanes.count || lse[at] == -kInfinity;
+        base[l] = none ? kInfinity : head.statistics.m ? head.statistics.m[at] : lse[at];
+        weight[l] = head.statistics.m ? head.statistics.weight[at] : 1;
       }
       for (int r = 0; r < keys; ++r) {
         Acc* at = scratch.s + r * kPanel + v * S::kLane;
-        store(at, vexp2<Number::kDegree>(load<V>(at) - base));
+        const V x = (load<V>(at) - base) * static_cast<Acc>(kLog2e);
+        store(at, vexp2<Number::kDegree>(x) * weight);
       }
     }
   }
@@ -221,9 +269,14 @@ struct BackwardStep {
     }
   }
 
-  // scratch.dp <- dS^T = P^T * (dP^T - delta), the gradient of the biased scores.
-  static void score_gradient(
-      const AttnParams& p, const Scratch& scratch, const Head& head, const Lanes& lanes, int keys) {
+  // scratch.dp <- dS^T = P^T * (dP^T - delta), the gradient of the biased scores. With `hidden`
+  // some weights are 0 for good, and their gradients too, even where dP overflows.
+  static void score_gradient(const AttnParams& p,
+                             const Scratch& scratch,
+                             const Head& head,
+                             const Lanes& lanes,
+                             int keys,
+                             bool hidden) {
     const Acc* deltas = static_cast<const Acc*>(p.grad.delta);
     for (int v = 0; v < Arch::kVectors; ++v) {
       V delta = {};
@@ -234,7 +287,9 @@ struct BackwardStep {
       }
       for (int r = 0; r < keys; ++r) {
         const int64_t at = r * kPanel + v * S::kLane;
-        store(scratch.dp + at, load<V>(scratch.s + at) * (load<V>(scratch.dp + at) - delta));
+        const V weight = load<V>(scratch.s + at);
+        const V ds = weight * (load<V>(scratch.dp + at) - delta);
+        store(scratch.dp + at, hidden ? (weight == 0 ? V{} : ds) : ds);
       }
     }
   }

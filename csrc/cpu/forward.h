@@ -9,7 +9,7 @@
 //   1 pack Q^T into panels of kPanel lanes
 //   2 for each key tile that the mask leaves:  pack K, V
 //   3   for each panel:  S^T = scale K Q^T  (keys, lanes);  features; mask
-//   4                    m, l, P^T = 2^(S^T - m)            down the lanes
+//   4                    m, l, P^T = exp(S^T - m)           down the lanes
 //   5                    O^T = O^T * alpha + V^T P^T        (head_dim_v, lanes)
 //   6 sinks; O / l, transposed back; out and lse, or a partial result when the keys are split
 //   7 after all tasks: merge the splits (core/merge.h)
@@ -123,11 +123,6 @@ class Forward {
   }
 
  private:
-  static int64_t lse_rows(const AttnParams& p) {
-    const bool packed = p.seq_q.cu_seqlens != nullptr;
-    return (packed ? p.seq_q.total : int64_t{p.batch} * p.seqlen_q) * p.heads_q;
-  }
-
   static void work(int worker, void* context) {
     Job& job = *static_cast<Job*>(context);
     Carver carver(job.workspace + worker * job.plan->worker_bytes);
@@ -241,57 +236,24 @@ class Forward {
                          const uint8_t* missing) {
     const int skip = (seen.begin - base) / S::kRows * S::kRows;
     const int key = base + skip, keys = round_up(seen.end - key, S::kRows);
-    const bool general = has_features(p);
     const int d = units_of<Number>(p.head_dim);
     gemm<Arch, Number>(keys, d, scratch.k + int64_t{skip} * q_ld(p), q_ld(p), 1,
                        scratch.qt + int64_t{panel} * kPanel * q_ld(p), kPanel, scratch.s,
-                       StoreScaled{p.softmax_scale * (general ? 1.0 : kLog2e)});
-    if (general) {
+                       StoreScaled{p.softmax_scale});
+    if (has_features(p)) {
       apply_features<Arch, Number>(scratch.s, nullptr, scratch.bias, p, mask, lanes, batch, key,
                                    keys, seen.end);
     }
     if (!seen.full || key != seen.begin || key + keys != seen.end)
       apply_mask(scratch.s, mask, lanes, seen, missing + skip, key, keys);
-    softmax(scratch, panel, keys);
+    online_softmax<Arch, Number>(scratch.s, scratch.m + panel * kPanel, scratch.l + panel * kPanel,
+                                 scratch.alpha, keys);
     if (scratch.keep != nullptr) drop(p, scratch, lanes, batch, key, keys);
     pack_probabilities(scratch, keys);
     gemm<Arch, Number>(round_up(p.head_dim_v, S::kRows), keys / Number::kPair,
                        scratch.v_pairs + int64_t{skip} / Number::kPair * v_ld(p), 1, v_ld(p),
                        scratch.p, kPanel, scratch.o + int64_t{panel} * kPanel * v_ld(p),
                        Rescale<Acc>{scratch.alpha});
-  }
-
-  // The online softmax of one panel over `keys` rows of scores (in units of log 2): new maximum,
-  // the factor alpha that brings older sums to it, probabilities in place, their sum.
-  static void softmax(const Scratch& scratch, int panel, int keys) {
-    const V lowest = splat<V>(-std::numeric_limits<Acc>::infinity());
-    for (int v = 0; v < Arch::kVectors; ++v) {
-      Acc* m_at = scratch.m + panel * kPanel + v * S::kLane;
-      Acc* l_at = scratch.l + panel * kPanel + v * S::kLane;
-      Acc* s = scratch.s + v * S::kLane;
-      const V old = load<V>(m_at);
-      V most[4] = {old, old, old, old};
-      for (int r = 0; r < keys; r += 4) {
-#pragma GCC unroll 4
-        for (int u = 0; u < 4; ++u)
-          most[u] = vmax(most[u], load<V>(s + (r + u) * kPanel));
-      }
-      const V m = vmax(vmax(most[0], most[1]), vmax(most[2], most[3]));
-      const V base = m == lowest ? V{} : m;  // no key seen so far: every weight is 2^(-inf) = 0
-      const V alpha = vexp2<5>(old - base);
-      V sum[4] = {};
-      for (int r = 0; r < keys; r += 4) {
-#pragma GCC unroll 4
-        for (int u = 0; u < 4; ++u) {
-          const V p = vexp2<Number::kDegree>(load<V>(s + (r + u) * kPanel) - base);
-          store(s + (r + u) * kPanel, p);
-          sum[u] += p;
-        }
-      }
-      store(m_at, m);
-      store(l_at, load<V>(l_at) * alpha + ((sum[0] + sum[1]) + (sum[2] + sum[3])));
-      store(scratch.alpha + v * S::kLane, alpha);
-    }
   }
 
   static void drop(const AttnParams& p,
@@ -317,7 +279,7 @@ class Forward {
                                     p.head_dim_v, v_ld(p));
     for (int r = 0; r < count; ++r) {
       const int i = task.rows.position(begin + r), head = task.rows.head(begin + r);
-      double m = scratch.m[panel * kPanel + r] * kLn2, l = scratch.l[panel * kPanel + r];
+      double m = scratch.m[panel * kPanel + r], l = scratch.l[panel * kPanel + r];
       if (p.sinks.ptr != nullptr && task.split == 0) {
         const double sink = static_cast<const Acc*>(p.sinks.ptr)[head];
         const double most = max_of(m, sink);

@@ -15,7 +15,6 @@
 namespace flash_attn::cpu {
 
 constexpr double kLog2e = 1.4426950408889634;
-constexpr double kLn2 = 0.6931471805599453;
 
 // Takes arrays out of one block of scratch, each at a multiple of 64 bytes. With a null base it
 // counts.
@@ -57,6 +56,12 @@ struct Panel {
     last = static_cast<int>(position[count - 1]);
   }
 };
+
+// Elements of lse.
+static inline int64_t lse_rows(const AttnParams& p) {
+  const bool packed = p.seq_q.cu_seqlens != nullptr;
+  return (packed ? p.seq_q.total : int64_t{p.batch} * p.seqlen_q) * p.heads_q;
+}
 
 // The part [begin, end) of a key tile that a panel may see; `full` when it sees all of it.
 struct KeySpan {
@@ -167,6 +172,7 @@ void apply_features(typename Number::Acc* scores,
   using Acc = typename Number::Acc;
   using S = Shape<Arch, Number>;
   using V = typename S::V;
+  const V hidden = splat<V>(-std::numeric_limits<Acc>::infinity());
   if (p.bias.ptr != nullptr) bias_tile(tile, p, panel, batch, key, keys, end);
   for (int v = 0; v < Arch::kVectors; ++v) {
     V alibi = {}, distance = {};
@@ -189,8 +195,11 @@ void apply_features(typename Number::Acc* scores,
         const V away = distance - static_cast<Acc>(r);
         s -= alibi * (away < 0 ? -away : away);
       }
-      if (p.bias.ptr != nullptr) s += load<V>(tile.transposed + (at - scores));
-      store(at, s * static_cast<Acc>(kLog2e));
+      if (p.bias.ptr != nullptr) {
+        const V bias = load<V>(tile.transposed + (at - scores));
+        s = bias == hidden ? hidden : s + bias;  // hidden also where the score is +inf
+      }
+      store(at, s);
     }
   }
 }
@@ -223,6 +232,46 @@ void apply_mask(typename Number::Acc* scores,
       const V s = load<V>(at + v * S::kLane);
       store(at + v * S::kLane, (i >= low) & (i < high) ? s : hidden);
     }
+  }
+}
+
+// ---- softmax
+
+// One step of the online softmax over `keys` rows of scores (keys, kPanel): running maximum m and
+// sum l of each lane, the factor alpha that brings older sums to the new maximum, probabilities in
+// place.
+template <class Arch, class Number, class Acc>
+void online_softmax(Acc* scores, Acc* m, Acc* l, Acc* alpha, int keys) {
+  using S = Shape<Arch, Number>;
+  using V = typename S::V;
+  constexpr Acc kToLog2 = static_cast<Acc>(kLog2e);
+  const V lowest = splat<V>(-std::numeric_limits<Acc>::infinity());
+  for (int v = 0; v < Arch::kVectors; ++v) {
+    Acc* s = scores + v * S::kLane;
+    const V old = load<V>(m + v * S::kLane);
+    V most[4] = {old, old, old, old};
+    for (int r = 0; r < keys; r += 4) {
+#pragma GCC unroll 4
+      for (int u = 0; u < 4; ++u)
+        most[u] = vmax(most[u], load<V>(s + (r + u) * S::kPanel));
+    }
+    const V now = vmax(vmax(most[0], most[1]), vmax(most[2], most[3]));
+    const V base = now == lowest ? V{} : now;  // no key seen so far: every weight is exp(-inf) = 0
+    const V factor = vexp2<5>((old - base) * kToLog2);
+    V sum[4] = {};
+    for (int r = 0; r < keys; r += 4) {
+#pragma GCC unroll 4
+      for (int u = 0; u < 4; ++u) {
+        Acc* at = s + (r + u) * S::kPanel;
+        const V p = vexp2<Number::kDegree>((load<V>(at) - base) * kToLog2);
+        store(at, p);
+        sum[u] += p;
+      }
+    }
+    store(m + v * S::kLane, now);
+    store(l + v * S::kLane,
+          load<V>(l + v * S::kLane) * factor + ((sum[0] + sum[1]) + (sum[2] + sum[3])));
+    store(alpha + v * S::kLane, factor);
   }
 }
 

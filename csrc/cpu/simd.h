@@ -15,6 +15,7 @@
 #include <immintrin.h>
 // GCC 12 takes the deliberately undefined operands inside its own AVX-512 header for mistakes.
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
 
 #include "core/types.h"

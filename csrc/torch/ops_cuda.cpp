@@ -9,7 +9,6 @@
 #include <cuda_runtime.h>
 
 #include "plan/plan.h"
-#include "plan/select.h"
 #include "torch/checks.h"
 #include "torch/compat.h"
 
@@ -75,11 +74,10 @@ const char* family_name(int64_t family) {
   std::string reasons;
   for (const std::string& reason : plan.reasons)
     reasons += (reasons.empty() ? "" : "; ") + reason;
-  raise(
-      "NotImplementedError",
-      message("no CUDA ", pass_name(pass), " kernel is in this build (", reasons,
-              "). backend=\"reference\" computes it, in memory quadratic in the lengths; tensors ",
-              "on the CPU are served by the CPU kernels"));
+  raise("NotImplementedError",
+        message("no CUDA kernel serves this call: ", reasons,
+                ". backend=\"reference\" computes it, in memory quadratic in the lengths; tensors ",
+                "on the CPU are served by the CPU kernels"));
 }
 
 std::tuple<Tensor, Tensor> forward(const Tensor& q,
