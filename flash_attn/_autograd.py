@@ -32,13 +32,12 @@ def attend(arguments: tuple) -> tuple[Tensor, Tensor]:
         return _ops.forward(*arguments)
     if torch._C._are_functorch_transforms_active():
         return FunctorchAttention.apply(*arguments)
-    if (
-        torch.is_grad_enabled() and _wants_gradient(*arguments[:12])
-    ) or forward_ad._current_level >= 0:
-        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, _, _, _, bias, slopes, sinks = arguments[
-            :12
-        ]
-        lengths = cu_seqlens_q, cu_seqlens_k, seqused_k
+    differentiated = torch.is_grad_enabled() and _wants_gradient(*arguments[:12])
+    if differentiated or forward_ad._current_level >= 0:
+        q, k, v, cu_q, cu_k, used, leftpad, index, table, bias, slopes, sinks = arguments[:12]
+        if differentiated and not (leftpad is None and index is None and table is None):
+            _refuse_cache()
+        lengths = cu_q, cu_k, used
         return _apply_eager(q, k, v, bias, slopes, sinks, lengths, arguments)
     return call(_ops.forward, *arguments)
 
@@ -82,6 +81,13 @@ def _gradients(run, needs, dout, dlse, q, k, v, out, lse, lengths, bias, slopes,
 
 def _call_backward(*arguments):
     return call(_ops.backward, *arguments)
+
+
+def _refuse_cache():
+    raise NotImplementedError(
+        "flash_attn: leftpad_k, cache_batch_idx and block_table have no backward; call under "
+        "torch.no_grad()"
+    )
 
 
 def _refuse_jvp():
@@ -154,10 +160,7 @@ def _setup_context(ctx, inputs, output):
 
 def _backward(ctx, dout, dlse, run):
     if not ctx.has_backward:
-        raise NotImplementedError(
-            "flash_attn: leftpad_k, cache_batch_idx and block_table have no backward; call under "
-            "torch.no_grad()"
-        )
+        _refuse_cache()
     q, k, v, cu_q, cu_k, used, bias, slopes, sinks, *lists, out, lse = ctx.saved_tensors
     lengths = cu_q, cu_k, used
     needs = [ctx.needs_input_grad[position] for position in _DIFFERENTIABLE]
@@ -258,6 +261,8 @@ def _no_gradient(name):
 
 
 def _vmap_forward(apply, size: int, in_dims, arguments):
+    if size == 0:
+        return _vmap_none(_vmap_forward, apply, in_dims, arguments)
     lengths, bias, slopes, _sinks, *rest = arguments[3:9], *arguments[9:17]
     if not _foldable(lengths, bias, slopes, rest, in_dims[9:17]):
         return _vmap_loop(apply, size, in_dims, arguments)
@@ -266,6 +271,8 @@ def _vmap_forward(apply, size: int, in_dims, arguments):
 
 
 def _vmap_backward(apply, size: int, in_dims, arguments):
+    if size == 0:
+        return _vmap_none(_vmap_backward, apply, in_dims, arguments)
     needs = arguments[-2]
     lengths, bias, slopes, _sinks, *rest = arguments[7:10], *arguments[10:18]
     # Gradients of what the batch entries share would have to be kept apart: the loop does that.
@@ -303,6 +310,22 @@ def _fold(x: Tensor | None, dim: int | None, size: int) -> Tensor | None:
 
 def _unfold(x: Tensor, size: int) -> Tensor:
     return x.unflatten(0, (size, x.shape[0] // size))
+
+
+def _vmap_none(rule, apply, in_dims, arguments):
+    """A mapped dimension of size 0: one entry of zeros gives the shapes, and is cut off again."""
+
+    def lengthened(x: Tensor, dim: int) -> Tensor:
+        zeros = x.new_zeros((*x.shape[:dim], 1, *x.shape[dim + 1 :]))
+        return torch.cat([x, zeros], dim)
+
+    padded = tuple(
+        x if dim is None else lengthened(x, dim) for x, dim in zip(arguments, in_dims, strict=True)
+    )
+    outputs, out_dims = rule(apply, 1, in_dims, padded)
+    return tuple(
+        x if dim is None else x.narrow(dim, 0, 0) for x, dim in zip(outputs, out_dims, strict=True)
+    ), out_dims
 
 
 def _vmap_loop(apply, size: int, in_dims, arguments):

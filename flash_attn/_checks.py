@@ -15,17 +15,17 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from .masks import BlockMask
+from .masks import LONGEST, BlockMask
 
 DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+# What torch.autocast casts: fp64 stays, as everywhere in torch, and integers stay what they are.
+_CAST = frozenset((torch.float16, torch.bfloat16, torch.float32))
 # The operators' `family`; the reference is no family of kernels.
 FAMILIES = {None: 0, "cpu": 1, "sm80": 2, "sm90": 3, "reference": -1}
 REFERENCE = FAMILIES["reference"]
 # What os.environ keeps inside: looking there costs a tenth of os.environ.get, and every call looks.
 _ENVIRONMENT = os.environ._data
 _BACKEND_KEY = os.environ.encodekey("FLASH_ATTN_BACKEND")
-# No sequence is as long: a window beyond it is unlimited, and positions plus windows fit 32 bits.
-LONGEST = 1 << 30
 
 
 def shape_error(message: str) -> NoReturn:
@@ -119,7 +119,12 @@ def autocast(device: torch.device) -> bool:
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     dtype = torch.get_autocast_dtype(q.device.type)
-    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+    return tuple(cast(x, dtype) for x in (q, k, v))
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x as torch.autocast hands it on."""
+    return x.to(dtype) if x.dtype in _CAST else x
 
 
 def kind_error(*named: tuple[str, object]) -> NoReturn:
@@ -173,7 +178,7 @@ def real(name: str, value, allowed: str) -> float:
         value, (int, float, torch.SymInt, torch.SymFloat)
     ):
         found = (
-            f"a tensor of shape {shape(value)}"
+            f"a tensor of shape {shape(value)} on {value.device}"
             if isinstance(value, Tensor)
             else type(value).__name__
         )
@@ -183,16 +188,44 @@ def real(name: str, value, allowed: str) -> float:
     return float(value)
 
 
-def scale(value) -> float:
-    return real("softmax_scale", value, "a finite number")
+def _held(name: str, number: float, dtype: torch.dtype) -> float:
+    """Refuses what overflows or vanishes in the arithmetic of inputs of this dtype.
+
+    The kernels multiply by log2(e) and divide by a softcap: both must stay finite.
+    """
+    least, most = (-1022, 1023) if dtype == torch.float64 else (-126, 127)
+    if number != 0 and not 2.0**least <= abs(number) <= 2.0**most:
+        shape_error(
+            f"{name} must be 0 or of magnitude 2**{least} to 2**{most} ({2.0**least:.2g} to "
+            f"{2.0**most:.2g}) for {dtype} inputs, got {number}"
+        )
+    return number
 
 
-def softcap(value) -> float:
+def scale(value, dtype: torch.dtype) -> float:
+    return _held("softmax_scale", real("softmax_scale", value, "a finite number"), dtype)
+
+
+def softcap(value, dtype: torch.dtype) -> float:
     allowed = "a finite number >= 0 (0 is off)"
     number = real("softcap", value, allowed)
     if number < 0:
         shape_error(f"softcap must be {allowed}, got {value}")
-    return number
+    return _held("softcap", number, dtype)
+
+
+def causal(value) -> bool:
+    """A bool, numpy's and torch's symbolic ones included, or an int that is 0 or 1."""
+    if isinstance(value, (bool, torch.SymBool)):
+        return bool(value)
+    kind = type(value)
+    if kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_"):
+        return bool(value)
+    if isinstance(value, int):
+        if value == 0 or value == 1:
+            return value == 1
+        shape_error(f"causal must be a bool, or 0 or 1, got {value}")
+    raise TypeError(f"flash_attn: causal must be a bool, got {kind.__name__}")
 
 
 def dropout(value) -> float:
@@ -234,7 +267,8 @@ def window(value) -> tuple[int, int]:
                 f"got {tuple(int(x) for x in pair)}"
             )
     left, right = pair
-    return (-1 if left > LONGEST else left), (-1 if right > LONGEST else right)
+    # Not unlimited: a window, however wide, makes the cache's queries move (rotary).
+    return (LONGEST if left > LONGEST else left), (LONGEST if right > LONGEST else right)
 
 
 def family(backend: str | None) -> int:
@@ -255,15 +289,30 @@ def family(backend: str | None) -> int:
     return FAMILIES[backend]
 
 
+def served(family: int, device: torch.device) -> None:
+    """Refuses kernels that are not for this device, where something is written before they run."""
+    if family in (2, 3) and device.type == "cpu":
+        raise NotImplementedError(
+            f'flash_attn: backend "sm{80 if family == 2 else 90}" runs on CUDA tensors, q is on '
+            'the CPU; backend "cpu" or "reference" would do'
+        )
+    if family == 1 and device.type == "cuda":
+        raise NotImplementedError(
+            f'flash_attn: backend "cpu" runs on CPU tensors, q is on {device}; backend None or '
+            '"reference" would do'
+        )
+
+
 # ---- tensors that may be given
 
 
-def _optional(name: str, tensor, q: Tensor, *dtypes: torch.dtype) -> None:
+def optional(name: str, tensor, q: Tensor, *dtypes: torch.dtype) -> None:
     """Kind, dtype and device."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"flash_attn: {name} must be a torch.Tensor, got {type(tensor).__name__}")
     if tensor.dtype not in dtypes:
-        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(dtypes))
+        *names, last = (str(x).removeprefix("torch.") for x in dict.fromkeys(dtypes))
+        names = f"{', '.join(names)} or {last}" if names else last
         raise TypeError(f"flash_attn: {name} must be {names}, got {tensor.dtype}")
     if tensor.device != q.device:
         shape_error(f"{name} must be on q's device, {q.device}, got {tensor.device}")
@@ -275,7 +324,7 @@ def _broadcasts(size: int, whole: int) -> bool:
 
 
 def slopes(tensor, q: Tensor, batch: int) -> Tensor:
-    _optional("alibi_slopes", tensor, q, torch.float32)
+    optional("alibi_slopes", tensor, q, torch.float32)
     heads = q.shape[-2]
     by_batch = tensor.dim() == 2 and tensor.shape[0] == batch
     if (tensor.dim() != 1 and not by_batch) or tensor.shape[-1] != heads:
@@ -291,7 +340,7 @@ def bias(
 ) -> Tensor:
     """4-D attn_bias. A length is None where only the device knows it; `longer`: it may exceed
     seqlen_k."""
-    _optional("attn_bias", tensor, q, torch.bool, q.dtype, torch.float32)
+    optional("attn_bias", tensor, q, torch.bool, q.dtype, torch.float32)
     if tensor.dim() > 4:
         shape_error(f"attn_bias must have at most 4 dimensions, got shape {shape(tensor)}")
     if tensor.dim() < 4:
@@ -320,7 +369,7 @@ def sinks(learnable_sink, s_aux, q: Tensor) -> Tensor:
         shape_error("learnable_sink and s_aux are two names of one argument, got both")
     name = "learnable_sink" if s_aux is None else "s_aux"
     tensor = learnable_sink if s_aux is None else s_aux
-    _optional(name, tensor, q, q.dtype, torch.float32)
+    optional(name, tensor, q, q.dtype, torch.float32)
     if tensor.dim() != 1 or tensor.shape[0] != q.shape[-2]:
         shape_error(f"{name} must have shape (num_heads,), ({q.shape[-2]},), got {shape(tensor)}")
     return tensor.to(torch.float64 if q.dtype == torch.float64 else torch.float32).contiguous()
@@ -351,33 +400,47 @@ def block_mask(mask, q: Tensor, batch: int, seqlen_q: int | None, seqlen_k: int 
             )
 
 
+def _int32(tensor: Tensor) -> Tensor:
+    """What int32 does not hold becomes its nearest, which is out of every range: never a value that
+    would do."""
+    if tensor.dtype == torch.int32:
+        return tensor
+    return tensor.clamp(-(2**31), 2**31 - 1).to(torch.int32)
+
+
 def cu_seqlens(name: str, tensor, q: Tensor) -> Tensor:
-    _optional(name, tensor, q, torch.int32, torch.int64)
+    optional(name, tensor, q, torch.int32, torch.int64)
     if tensor.dim() != 1 or tensor.shape[0] < 1:
         shape_error(f"{name} must have shape (batch + 1,), got {shape(tensor)}")
-    return tensor.to(torch.int32).contiguous()
+    return _int32(tensor).contiguous()
 
 
 def per_batch(name: str, tensor, q: Tensor, batch: int) -> Tensor:
     """An integer for each batch entry: seqused_k, cache_leftpad, cache_batch_idx, …"""
-    _optional(name, tensor, q, torch.int32, torch.int64)
+    optional(name, tensor, q, torch.int32, torch.int64)
     if tensor.dim() != 1 or tensor.shape[0] != batch:
         shape_error(f"{name} must have shape (batch,), ({batch},), got {shape(tensor)}")
-    return tensor.to(torch.int32).contiguous()
+    return _int32(tensor).contiguous()
 
 
-def block_table(tensor, q: Tensor, batch: int) -> Tensor:
-    _optional("block_table", tensor, q, torch.int32, torch.int64)
+def block_table(tensor, q: Tensor, batch: int, pages: Tensor, name: str) -> Tensor:
+    """The table of a cache; `pages` is its key tensor, the argument `name`."""
+    optional("block_table", tensor, q, torch.int32, torch.int64)
     if tensor.dim() != 2 or tensor.shape[0] != batch:
         shape_error(
             f"block_table must have shape (batch, max_pages), ({batch}, …), got {shape(tensor)}"
         )
-    tensor = tensor.to(torch.int32)
+    if pages.shape[1] < 1:
+        shape_error(f"{name} must have pages of at least one slot, {_PAGES}, got {shape(pages)}")
+    tensor = _int32(tensor)
     return tensor if tensor.stride(1) == 1 else tensor.contiguous()
 
 
-def ragged(q, k, v, cu_q, cu_k, used, table):
-    """Of the varlen forms: (batch, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)."""
+def ragged(q, k, v, cu_q, cu_k, used, table, others):
+    """Of the varlen forms: (batch, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table).
+
+    others: what else might require a gradient, which a block_table does not allow.
+    """
     shared = cu_k is cu_q
     cu_q = cu_seqlens("cu_seqlens_q", cu_q, q)
     cu_k = cu_q if shared else cu_seqlens("cu_seqlens_k", cu_k, q)
@@ -390,17 +453,14 @@ def ragged(q, k, v, cu_q, cu_k, used, table):
     if used is not None:
         used = per_batch("seqused_k", used, q, batch)
     if table is not None:
-        table = block_table(table, q, batch)
-        no_gradient("block_table", q, k, v)
-        # Pages have no row in a packed tensor: cu_seqlens_k gives their lengths alone.
-        used = cu_k[1:] - cu_k[:-1] if used is None else used
-        cu_k = None
+        table = block_table(table, q, batch, k, "k")
+        no_gradient("block_table", q, k, v, *others)
     return batch, cu_q, cu_k, used, table
 
 
-def no_gradient(what: str, *tensors: Tensor | None) -> None:
+def no_gradient(what: str, *inputs) -> None:
     """Raises where autograd would expect a gradient that does not exist."""
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
         raise NotImplementedError(
             f"flash_attn: {what} has no backward, and an input requires a gradient; call it under "
             "torch.no_grad(), detach the inputs, or use flash_attn_func or flash_attn_varlen_func "

@@ -16,6 +16,7 @@ import sysconfig
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 
 EAGER, OURS = "eager", "flash_attn"
 VOCABULARY = 256  # bytes
@@ -41,7 +42,7 @@ class Settings:
     @classmethod
     def for_device(cls, device: str) -> Settings:
         if device == "cpu":
-            return cls(device, 768, 2, 2, 128, 2, 30, 2e-3, 200)
+            return cls(device, 1024, 2, 2, 128, 2, 100, 2e-3, 200)
         return cls(device, 2048, 8, 12, 768, 12, 100, 6e-4, 300)
 
 
@@ -130,9 +131,12 @@ def run(settings: Settings, implementation: str) -> None:
         )
     model = build_model(settings, implementation)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate)
+    warm_up = torch.optim.lr_scheduler.LinearLR(
+        optimizer, 0.1, total_iters=max(1, settings.steps // 5)
+    )
     places = torch.Generator().manual_seed(settings.seed)
     report(parameters=sum(p.numel() for p in model.parameters()), bytes=len(text))
-    base, seconds = peak_bytes(settings.device), 0.0
+    base, times = peak_bytes(settings.device), []
     model.train()
     for step in range(settings.steps):
         starts = torch.randint(len(text) - settings.length, (settings.batch,), generator=places)
@@ -142,14 +146,14 @@ def run(settings: Settings, implementation: str) -> None:
         with torch.autocast(settings.device, torch.bfloat16, enabled=settings.device != "cpu"):
             loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        warm_up.step()
         optimizer.zero_grad()
         value = loss.item()  # waits for the GPU
-        seconds += time.perf_counter() - begin if step else 0.0
+        times.append(time.perf_counter() - begin)
         report(step=step + 1, loss=value)
-    report(
-        seconds=seconds / max(settings.steps - 1, 1), peak=peak_bytes(settings.device), base=base
-    )
+    report(seconds=median(times), peak=peak_bytes(settings.device), base=base)
     report(**generate(model, settings))
 
 
@@ -159,6 +163,7 @@ def generate(model, settings: Settings) -> dict:
     import torch
 
     prompt = torch.tensor([list(PROMPT.encode())], device=settings.device)
+    new_tokens = min(settings.new_tokens, settings.length - prompt.shape[1])
     model.eval()
     torch.manual_seed(settings.seed)
     begin = time.perf_counter()
@@ -166,7 +171,7 @@ def generate(model, settings: Settings) -> dict:
         made = model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
-            max_new_tokens=settings.new_tokens,
+            max_new_tokens=new_tokens,
             do_sample=True,
             temperature=0.7,
             use_cache=True,
@@ -179,7 +184,7 @@ def generate(model, settings: Settings) -> dict:
         whole = whole[:, prompt.shape[1] - 1 : -1]
     return {
         "text": bytes(made.sequences[0].tolist()).decode(errors="replace"),
-        "rate": settings.new_tokens / seconds,
+        "rate": new_tokens / seconds,
         "cache_error": (cached - whole).abs().max().item(),
     }
 
@@ -241,11 +246,12 @@ def comparison(settings: Settings, runs: dict) -> str:
     lines = ["", f"{'':>14}" + "".join(f"{name:>14}" for name in runs) + f"{'difference':>14}"]
     both = list(zip(*(run["losses"] for run in runs.values()), strict=False))
     every = max(1, settings.steps // 10)
-    for step in sorted({0, *range(every - 1, len(both), every), len(both) - 1} - {-1}):
-        a, b = both[step]
+    for step, (a, b) in enumerate(both):
+        if step not in (0, len(both) - 1) and (step + 1) % every:
+            continue
         lines.append(f"{f'loss {step + 1}':>14}{a:>14.5f}{b:>14.5f}{b - a:>14.1e}")
     rows = {
-        "s / step": lambda run: f"{run['seconds']:.3f}",
+        "s a step": lambda run: f"{run['seconds']:.3f}",
         "peak memory": lambda run: f"{run['peak'] / 2**20:.0f} MiB",
         "of training": lambda run: f"{(run['peak'] - run['base']) / 2**20:.0f} MiB",
     }

@@ -131,7 +131,7 @@ def _plan(answer: Explanation, **description) -> None:
     """Asks the planner (csrc/host/bindings.cpp names the keys) and fills in what it says."""
     for name in ("forward", "backward"):
         plan = _ops._host.plan({"pass": name, **description})
-        answer.plans[name] = plan["text"]
+        answer.plans[name] = plan["text"].splitlines()[0]  # the rest are the reasons
         answer.reasons[name] = plan["reasons"]
         if name == "forward":
             answer.backend = plan["backend"]
@@ -234,11 +234,27 @@ def check(
     gradients of all floating inputs, for random upstream gradients of out and lse. The limit is
     twice the reference's error + 1e-5; in float64 1e-9 * (1 + the largest element).
 
-    Takes what `flash_attn_func` takes and raises what it raises. The inputs are not changed.
+    Takes what `flash_attn_func` takes and raises what it raises. The inputs are not changed. It
+    differentiates under torch.no_grad() too, and takes no notice of torch.autocast.
 
     Returns:
         A `Check`; print it, or ask it `ok`.
     """
+    if not isinstance(q, Tensor):
+        _checks.kind_error(("q", q))
+    plain = torch.autocast(q.device.type, enabled=False)
+    with plain, torch.inference_mode(False), torch.enable_grad():
+        return _check(
+            q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+            deterministic, attn_bias, learnable_sink, s_aux, block_mask, backend,
+        )  # fmt: skip
+
+
+def _check(
+    q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+    attn_bias, learnable_sink, s_aux, block_mask, backend,
+) -> Check:  # fmt: skip
+    """`check` by position, in grad mode and without autocast."""
     with torch.random.fork_rng([q.device] if q.device.type == "cuda" else []):
         philox = draw_seed(q.device)  # what the call below draws
     options = dict(

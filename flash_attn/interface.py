@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import _checks, kvcache, reference
+from . import _checks, _contents, kvcache, reference
 from ._autograd import attend
 from ._philox import draw_seed, realised_dropout
 from .masks import BlockMask
@@ -624,15 +624,22 @@ def _attention(
         packed = _checks.PACKED if block_table is None else _checks.PACKED_PAGED
         q, k, v = _checks.inputs(q, k, v, packed)
         batch, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table = _checks.ragged(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table
-        )
+            q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table,
+            (alibi_slopes, attn_bias, learnable_sink, s_aux),
+        )  # fmt: skip
         seqlen_q, seqlen_k, head_dim = None, None, q.shape[-1]
-    scale = head_dim**-0.5 if softmax_scale is None else _checks.scale(softmax_scale)
-    left, right = (-1, -1) if window_size is _UNLIMITED else _checks.window(window_size)
-    if causal:
+    scale = head_dim**-0.5 if softmax_scale is None else _checks.scale(softmax_scale, q.dtype)
+    left, right = -1, -1  # Dynamo cannot compare identities when a side is symbolic
+    if torch.compiler.is_compiling() or window_size is not _UNLIMITED:
+        left, right = _checks.window(window_size)
+    if causal is True or (causal is not False and _checks.causal(causal)):
         right = 0
-    softcap = _checks.softcap(softcap) if softcap != 0 else 0.0
-    asked_p = _checks.dropout(dropout_p) if dropout_p != 0 else 0.0
+    # By type first: comparing what is no number may raise, or not give a bool.
+    if type(softcap) is not float or softcap != 0.0:
+        softcap = _checks.softcap(softcap, q.dtype)
+    asked_p = dropout_p
+    if type(dropout_p) is not float or dropout_p != 0.0:
+        asked_p = _checks.dropout(dropout_p)
     if alibi_slopes is not None:
         alibi_slopes = _checks.slopes(alibi_slopes, q, batch)
     if attn_bias is not None:
@@ -672,6 +679,9 @@ def _attention(
         deterministic or torch.are_deterministic_algorithms_enabled(),
         family,
     )
+    if varlen or block_mask is not None:
+        if _contents.wanted(q, family == _checks.REFERENCE):
+            _contents.attention(arguments)
     if family == _checks.REFERENCE:
         out, lse = reference.attention(**reference.from_operator(arguments, block_mask))
     else:

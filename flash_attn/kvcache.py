@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import _checks, _ops, reference, reference_cache
+from . import _checks, _contents, _ops, reference, reference_cache
 from ._checks import shape, shape_error
 
 
@@ -47,7 +47,7 @@ def decode(
         k_cache, v_cache = keys, values
     batch = q.shape[0]
     floating = q, k_cache, v_cache, k, v, alibi_slopes, attn_bias, learnable_sink, s_aux
-    _checks.no_gradient("flash_attn_with_kvcache", *floating)
+    _checks.no_gradient("flash_attn_with_kvcache", *floating, rotary_cos, rotary_sin)
     k_cache, v_cache, cache_batch_idx, block_table = _entries(
         q, k_cache, v_cache, cache_batch_idx, block_table
     )
@@ -59,43 +59,36 @@ def decode(
     new = 0 if k is None else k.shape[1]
     lengths = _lengths(cache_seqlens, q, batch, new, capacity)
     _check_rotary(q, k, rotary_cos, rotary_sin, cache_seqlens)
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else _checks.scale(softmax_scale)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else _checks.scale(softmax_scale, q.dtype)
     left, right = _checks.window(window_size)
-    right = 0 if causal else right
-    softcap = _checks.softcap(softcap)
+    right = 0 if _checks.causal(causal) else right
+    softcap = _checks.softcap(softcap, q.dtype)
     if cache_leftpad is not None:
         cache_leftpad = _checks.per_batch("cache_leftpad", cache_leftpad, q, batch)
     if alibi_slopes is not None:
         alibi_slopes = _checks.slopes(alibi_slopes, q, batch)
     if attn_bias is not None:
         attn_bias = _checks.bias(attn_bias, q, batch, q.shape[1], slots, True)
+        if not paged and attn_bias.shape[3] > capacity and attn_bias.shape[3] > 1:
+            attn_bias = attn_bias[..., :capacity]
     sinks = None
     if learnable_sink is not None or s_aux is not None:
         sinks = _checks.sinks(learnable_sink, s_aux, q)
     if block_mask is not None:
         _checks.block_mask(block_mask, q, batch, q.shape[1], slots)
     family = _checks.family(backend)
+    _checks.served(family, q.device)
 
-    rotary, append = (
-        (reference_cache.rotary, reference_cache.append_kv)
-        if family == _checks.REFERENCE
-        else (_rotary, _append)
-    )
-    if rotary_cos is not None:
-        moving = left >= 0 or right >= 0
-        q = rotary(q, rotary_cos, rotary_sin, lengths, interleaved, moving)
-    if k is not None:
-        tables = rotary_cos, rotary_sin
-        places = lengths, cache_batch_idx, block_table
-        append(k_cache, v_cache, k, v, *tables, *places, interleaved)
-        lengths = lengths + new
+    if rotary_cos is not None and paged and (family == _checks.REFERENCE or not q.is_cuda):
+        # Else the length of a sequence that only pads the batch would have to be a position.
+        lengths = _contents.without_padding(lengths, block_table)
     arguments = (
         q,
         k_cache,
         v_cache,
         None,
         None,
-        lengths,
+        lengths if k is None else lengths + new,
         cache_leftpad,
         cache_batch_idx,
         block_table,
@@ -113,18 +106,49 @@ def decode(
         False,
         family,
     )
-    return _attend(arguments, block_mask)
+    return _step(arguments, block_mask, k, v, rotary_cos, rotary_sin, lengths, interleaved)
+
+
+def _step(arguments, block_mask, k, v, cos, sin, lengths, interleaved) -> tuple[Tensor, Tensor]:
+    """Looks into the lengths, rotates, appends, attends. `arguments` are those of the operator
+    `forward`, its lengths with the new keys, q not rotated yet; `lengths` are those before."""
+    q, k_cache, v_cache = arguments[:3]
+    leftpad, index, table, bias = arguments[6:10]
+    moving = max(arguments[20:22]) >= 0  # a window, so every query has a position of its own
+    is_reference = arguments[-1] == _checks.REFERENCE
+    # The CPU's operators find all that is wrong in the lengths before the append, but this.
+    late = leftpad is not None or block_mask is not None or (table is not None and bias is not None)
+    if _contents.wanted(q, is_reference or (k is not None and late and not q.is_cuda)):
+        if k is not None:
+            _contents.append(k_cache, k.shape[1], lengths, index, table)
+        if cos is not None:
+            rows = q.shape[1] if moving else min(q.shape[1], 1)
+            _contents.positions(lengths, max(k.shape[1], rows), cos.shape[0])
+        _by_our_names(_contents.attention, arguments)
+    rotary, append, attend = _REFERENCE if is_reference else _KERNELS
+    if cos is not None:
+        q = _by_our_names(rotary, q, cos, sin, lengths, interleaved, moving)
+        arguments = (q, *arguments[1:])
+    if k is not None:
+        append(k_cache, v_cache, k, v, cos, sin, lengths, index, table, interleaved)
+    return _by_our_names(attend, arguments, block_mask)
+
+
+def _by_our_names(function, *arguments):
+    """Calls one of the parts; what it says of the lengths is said by the names of this call."""
+    try:
+        return function(*arguments)
+    except ValueError as error:
+        text = str(error).replace("seqused_k", "cache_seqlens").replace("offsets", "cache_seqlens")
+        raise ValueError(text.replace("leftpad_k", "cache_leftpad")) from None
 
 
 def _attend(arguments: tuple, block_mask) -> tuple[Tensor, Tensor]:
-    """Attention without a gradient; arguments are those of the operator `forward`."""
-    try:
-        if arguments[-1] == _checks.REFERENCE:
-            return reference.attention(**reference.from_operator(arguments, block_mask))
-        return _ops.run(_ops.forward, *arguments)
-    except ValueError as error:  # what stands in the lengths was wrong: say it by our names
-        text = str(error).replace("seqused_k", "cache_seqlens")
-        raise ValueError(text.replace("leftpad_k", "cache_leftpad")) from None
+    return _ops.run(_ops.forward, *arguments)
+
+
+def _attend_reference(arguments: tuple, block_mask) -> tuple[Tensor, Tensor]:
+    return reference.attention(**reference.from_operator(arguments, block_mask))
 
 
 def _rotary(*arguments) -> Tensor:
@@ -138,6 +162,11 @@ def _append(k_cache, v_cache, *arguments) -> None:
         torch.autograd.graph.increment_version((k_cache, v_cache))
 
 
+# Rotary, append and attention, the last with the arguments of the operator `forward`.
+_KERNELS = _rotary, _append, _attend
+_REFERENCE = reference_cache.rotary, reference_cache.append_kv, _attend_reference
+
+
 def _new_tensors(q, k_cache, v_cache, k, v):
     """q, k, v; under torch.autocast in the caches' dtype, since a cache is not cast."""
     named = [("q", q), ("k_cache", k_cache), ("v_cache", v_cache)]
@@ -149,7 +178,7 @@ def _new_tensors(q, k_cache, v_cache, k, v):
         _checks.kind_error(*named)
     if not _checks.autocast(q.device):
         return q, k, v
-    return tuple(None if x is None else x.to(k_cache.dtype) for x in (q, k, v))
+    return tuple(None if x is None else _checks.cast(x, k_cache.dtype) for x in (q, k, v))
 
 
 def _entries(q, k_cache, v_cache, cache_batch_idx, block_table):
@@ -158,7 +187,8 @@ def _entries(q, k_cache, v_cache, cache_batch_idx, block_table):
     if block_table is not None:
         if cache_batch_idx is not None:
             shape_error("block_table and cache_batch_idx exclude each other, got both")
-        return k_cache, v_cache, None, _checks.block_table(block_table, q, batch)
+        table = _checks.block_table(block_table, q, batch, k_cache, "k_cache")
+        return k_cache, v_cache, None, table
     if cache_batch_idx is not None:
         return (
             k_cache,
@@ -202,6 +232,13 @@ def _check_new(q, k_cache, v_cache, k, v, cache_seqlens) -> None:
                 f"{name} must be contiguous in its last dimension to be appended to, got strides "
                 f"{tuple(cache.stride())}"
             )
+        if any(
+            step == 0 and size > 1 for step, size in zip(cache.stride(), cache.shape, strict=True)
+        ):
+            shape_error(
+                f"{name} must not be expanded to be appended to, since several slots would be one "
+                f"place in memory: got shape {shape(cache)} with strides {tuple(cache.stride())}"
+            )
 
 
 def _lengths(cache_seqlens, q: Tensor, batch: int, new: int, capacity: int) -> Tensor | None:
@@ -237,19 +274,16 @@ def _check_rotary(q, k, cos, sin, cache_seqlens) -> None:
     if k is None:
         shape_error("rotary_cos and rotary_sin need new k and v to rotate, got k=None")
     for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
-        if not isinstance(table, Tensor):
-            raise TypeError(
-                f"flash_attn: {name} must be a torch.Tensor, got {type(table).__name__}"
-            )
-        if table.dtype not in (q.dtype, torch.float32):
-            raise TypeError(f"flash_attn: {name} must be {q.dtype} or float32, got {table.dtype}")
-        if table.device != q.device:
-            shape_error(f"{name} must be on q's device, {q.device}, got {table.device}")
-    if cos.dim() != 2 or cos.shape != sin.shape or 2 * cos.shape[1] > q.shape[-1]:
+        _checks.optional(name, table, q, q.dtype, torch.float32)
+    if cos.dim() != 2 or cos.shape != sin.shape or not 2 <= 2 * cos.shape[1] <= q.shape[-1]:
         shape_error(
             "rotary_cos and rotary_sin must have one shape (positions, rotary_dim / 2) with "
-            "rotary_dim <= "
-            f"head_dim = {q.shape[-1]}, got {shape(cos)} and {shape(sin)}"
+            f"rotary_dim from 2 to head_dim = {q.shape[-1]}, got {shape(cos)} and {shape(sin)}"
+        )
+    if cos.dtype != sin.dtype:
+        raise TypeError(
+            f"flash_attn: rotary_cos and rotary_sin must have one dtype, got {cos.dtype} and "
+            f"{sin.dtype}"
         )
     if isinstance(cache_seqlens, int) and cache_seqlens + k.shape[1] > cos.shape[0]:
         shape_error(

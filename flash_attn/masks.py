@@ -11,6 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+# No sequence is as long: a window is cut to it, a block is no larger, so positions plus either fit
+# 32 bits.
+LONGEST = 1 << 30
+
 
 class BlockMask:
     """A block-sparse mask; make one with `from_dense` or `from_indices`.
@@ -49,7 +53,8 @@ class BlockMask:
         Returns:
             The mask, on the device of `blocks`.
         Raises:
-            TypeError: blocks is not a bool tensor.  ValueError: its rank, or a block size below 1.
+            TypeError: blocks is not a bool tensor, block_size not of ints.
+            ValueError: the rank of blocks, or a block size outside 1 to 2**30.
         """
         if not isinstance(blocks, Tensor) or blocks.dtype != torch.bool:
             found = blocks.dtype if isinstance(blocks, Tensor) else type(blocks).__name__
@@ -79,7 +84,7 @@ class BlockMask:
         Returns:
             The mask, on the device of `indices`, its lists sorted.
         Raises:
-            TypeError: not integer tensors.
+            TypeError: not integer tensors, block_size not of ints, columns no int.
             ValueError: shapes disagree, a count or a block out of range, a block twice in one list.
         """
         for name, tensor in (("counts", counts), ("indices", indices)):
@@ -94,7 +99,7 @@ class BlockMask:
         size = _block_pair(block_size)
         counts, indices = _with_rank(counts, 3, "counts"), _with_rank(indices, 4, "indices")
         width = indices.shape[-1]
-        columns = width if columns is None else columns
+        columns = width if columns is None else _columns(columns)
         counts = counts.to(indices.device)
         if counts.numel() and not bool(((counts >= 0) & (counts <= width)).all()):
             raise ValueError(
@@ -182,10 +187,27 @@ def _with_rank(tensor: Tensor, rank: int, name: str) -> Tensor:
     return tensor.reshape((1,) * (rank - tensor.dim()) + tuple(tensor.shape))
 
 
+def _is_int(x) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool)
+
+
+def _columns(columns) -> int:
+    if not _is_int(columns):
+        raise TypeError(f"flash_attn: columns must be an int, got {type(columns).__name__}")
+    if columns < 0:
+        raise ValueError(f"flash_attn: columns must be >= 0, got {columns}")
+    return columns
+
+
 def _block_pair(block_size: int | tuple[int, int]) -> tuple[int, int]:
-    pair = (block_size, block_size) if isinstance(block_size, int) else tuple(block_size)
-    if len(pair) != 2 or any(not isinstance(x, int) or x < 1 for x in pair):
-        raise ValueError(
-            f"flash_attn: block_size must be a positive int or a pair of them, got {block_size!r}"
+    pair = (block_size, block_size) if _is_int(block_size) else block_size
+    if not isinstance(pair, (tuple, list)) or not all(_is_int(x) for x in pair):
+        raise TypeError(
+            f"flash_attn: block_size must be an int or a pair of ints, got {block_size!r}"
         )
-    return pair
+    if len(pair) != 2 or not all(1 <= x <= LONGEST for x in pair):
+        raise ValueError(
+            f"flash_attn: block_size must be an int from 1 to 2**30 or a pair of them, got "
+            f"{block_size!r}"
+        )
+    return tuple(pair)

@@ -23,7 +23,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from . import _contents
 from ._philox import keep_below, keep_mask
+from .masks import LONGEST
 
 
 @dataclass
@@ -204,6 +206,15 @@ def dropout_scores(**arguments) -> Tensor:
     return torch.cat([_pad_to(piece, rows, columns) for piece in pieces])
 
 
+def _get_block_size_n(device, head_dim: int, is_dropout: bool, is_causal: bool) -> int:
+    """FlashAttention 2's tests ask by this name how many columns of S_dmask share a maximum.
+
+    There, each tile of columns is taken against the running maximum of its tile. Here, the weights
+    of a row are taken against the whole row's maximum: one block, longer than any row.
+    """
+    return LONGEST
+
+
 def from_operator(arguments: tuple, block_mask) -> dict:
     """Arguments of the operator `forward`, in its order, as keywords for `attention`.
 
@@ -295,57 +306,36 @@ def _sequences(problem: Problem) -> Iterator[Sequence]:
     if not p.packed and all(x is None for x in ragged):
         yield Sequence(slice(None), p.q, p.k, p.v, 0, p.k.shape[1], None)
         return
-    host = {
-        name: None if tensor is None else tensor.tolist()
-        for name, tensor in vars(p).items()
-        if name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k", "cache_batch_idx")
-    }
-    cu_q, cu_k = host["cu_seqlens_q"], host["cu_seqlens_k"]
-    _check_cumulative("cu_seqlens_q", cu_q, p.q.shape[0])
-    _check_cumulative("cu_seqlens_k", cu_k, p.k.shape[0])
+    paged = p.block_table is not None
+    lengths = p.cu_seqlens_q, p.cu_seqlens_k, p.seqused_k, p.leftpad_k, p.cache_batch_idx
+    _contents.lengths(p.q, p.k, *lengths, p.block_table)
+    cu_q, cu_k, used, leftpad, index = (None if x is None else x.tolist() for x in lengths)
     for b in range(len(cu_q) - 1 if cu_q is not None else p.q.shape[0]):
         q = p.q[b : b + 1] if cu_q is None else p.q[None, cu_q[b] : cu_q[b + 1]]
-        if cu_k is not None:
-            k, v = (x[cu_k[b] : cu_k[b + 1]] for x in (p.k, p.v))
-        elif p.block_table is not None:
+        if paged:
             k, v = p.k, p.v
+            k_len = k.shape[1] * p.block_table.shape[1] if cu_k is None else cu_k[b + 1] - cu_k[b]
+        elif cu_k is not None:
+            k, v = (x[cu_k[b] : cu_k[b + 1]] for x in (p.k, p.v))
+            k_len = k.shape[0]
         else:
-            entry = b if host["cache_batch_idx"] is None else host["cache_batch_idx"][b]
+            entry = b if index is None else index[b]
             k, v = p.k[entry], p.v[entry]
-        room = k.shape[0] if p.block_table is None else k.shape[1] * p.block_table.shape[1]
-        k_len = room if host["seqused_k"] is None else host["seqused_k"][b]
-        if p.block_table is not None and not bool((p.block_table[b] >= 0).any()):
-            k_len = min(
-                k_len, 0
-            )  # a sequence without pages pads the batch: its length means nothing
-        if not 0 <= k_len <= room:
-            raise ValueError(f"flash_attn: seqused_k[{b}] must lie in 0 to {room}, got {k_len}")
-        k_first = 0 if host["leftpad_k"] is None else min(host["leftpad_k"][b], k_len)
+            k_len = k.shape[0]
+        k_len = k_len if used is None else used[b]
+        if paged and not bool((p.block_table[b] >= 0).any()):
+            k_len = 0  # a sequence without pages pads the batch: its length means nothing
+        k_first = 0 if leftpad is None else min(leftpad[b], k_len)
         present = None
-        if p.block_table is None:
-            k, v = k[k_first:k_len], v[k_first:k_len]
-        else:
+        if paged:
             slots = torch.arange(k_first, k_len, device=k.device)
             pages = p.block_table[b].long()[slots // p.k.shape[1]]
             present = pages >= 0
             place = pages.clamp_min(0), slots % p.k.shape[1]
             k, v = (torch.where(present[:, None, None], x[place], 0) for x in (k, v))
+        else:
+            k, v = k[k_first:k_len], v[k_first:k_len]
         yield Sequence(slice(b, b + 1), q, k[None], v[None], k_first, k_len, present)
-
-
-def _check_cumulative(name: str, values: list[int] | None, rows: int) -> None:
-    if values is None:
-        return
-    if (
-        values[0] != 0
-        or values[-1] > rows
-        or any(a > b for a, b in zip(values, values[1:], strict=False))
-    ):
-        raise ValueError(
-            f"flash_attn: {name} must start at 0, not decrease and end at no more than the {rows} "
-            f"rows, "
-            f"got {values if len(values) <= 16 else [*values[:16], '…']}"
-        )
 
 
 def _scores(problem: Problem, sequence: Sequence) -> tuple[Tensor, Tensor]:

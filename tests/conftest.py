@@ -9,9 +9,10 @@ reason, where there is no GPU or the build has no attention kernels for it.
 import os
 import zlib
 
-import flash_attn._host as host
 import pytest
 import torch
+
+from flash_attn import _host as host
 
 
 def cuda_missing():
@@ -33,6 +34,8 @@ def pytest_generate_tests(metafunc):
 def pytest_configure(config):
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
+        # Else every worker starts as many compiler processes as there are cores.
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
 @pytest.fixture(autouse=True)

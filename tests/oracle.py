@@ -102,19 +102,17 @@ def attend(rule: Rule, q, k, v, bias=None, slopes=None, sinks=None):
 
 
 class WrittenOut(torch.autograd.Function):
-    """`attend` with the gradient as a recomputing kernel writes it: from the rounded out and the
+    """`attend` with the gradient as a recomputing kernel writes it: from the rounded out and
     fp32 lse, products in the inputs' dtype, sums in fp32."""
 
     @staticmethod
     def forward(ctx, rule, q, k, v, bias, slopes, sinks):
-        out, lse = attend(rule, q, k, v, bias, slopes, sinks)
-        s = scores(rule, q, k, bias, slopes).float()
-        if sinks is not None:
-            sink = sinks.float().reshape(1, -1, 1, 1).expand(s.shape[0], -1, s.shape[2], 1)
-            s = torch.cat([s, sink], 3)
+        inputs = (q, k, v, bias, slopes, sinks)
+        wide = [x.double() if x is not None and x.is_floating_point() else x for x in inputs]
+        exact_out, exact_lse = attend(rule, *wide)
         ctx.rule = rule
-        ctx.save_for_backward(q, k, v, bias, slopes, sinks, out, torch.logsumexp(s, 3))
-        return out, lse
+        ctx.save_for_backward(*inputs, exact_out.to(q.dtype), exact_lse.float())
+        return attend(rule, *inputs)
 
     @staticmethod
     def backward(ctx, dout, dlse):
@@ -126,9 +124,10 @@ class WrittenOut(torch.autograd.Function):
         safe = torch.where(live, lse, torch.zeros_like(lse))
         p = torch.exp(s - safe[..., None]).to(low)
         drop = 1.0 if rule.keep is None else rule.keep * realised_scale(rule.dropout_p)
-        dp = torch.einsum("bihd,bjhd->bhij", dout, wide_v) * drop
+        # Not rounded: that would hide what the rounding of out costs delta, one number a row.
+        dp = torch.einsum("bihd,bjhd->bhij", dout.float(), wide_v.float()) * drop
         delta = (out.float() * dout.float()).sum(3).transpose(1, 2) - dlse.float()
-        ds = (p.float() * (dp.float() - delta[..., None])).to(low)
+        ds = (p.float() * (dp - delta[..., None])).to(low)
         dv = torch.einsum("bhij,bihd->bjhd", (p * drop).to(low), dout)
 
         dbias = dslopes = dsinks = None

@@ -118,9 +118,7 @@ def test_bc79_gradient_through_lse(only_lse, device):
 
     found = torch.autograd.grad(loss(q, k, v), (q, k, v))
     exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    expected = torch.autograd.grad(
-        loss(*exact, backend="reference"), exact, materialize_grads=True
-    )
+    expected = torch.autograd.grad(loss(*exact, backend="reference"), exact, materialize_grads=True)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)
     assert not found[0][:, :3].any() and (not only_lse or not found[2].any())

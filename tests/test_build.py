@@ -126,7 +126,8 @@ def test_sdist_holds_the_sources_and_needs_no_torch(tree):
 
 @pytest.mark.skipif(not glob.glob(str(ROOT / "build" / "ninja-*")), reason="nothing was built here")
 def test_wheel_holds_the_package(tmp_path):
-    command = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "-q"]
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "-q"]
+    command += ["--no-build-isolation", "--no-deps"]
     done = subprocess.run([*command, "-w", tmp_path, ROOT], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = tmp_path.glob("*.whl")
@@ -178,6 +179,8 @@ def test_setup_decides_about_cuda(rules, monkeypatch, tmp_path):
     nvcc.write_text("#!/bin/sh\necho Cuda compilation tools, release 13.0, V13.0.88\n")
     nvcc.chmod(0o755)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    for name in ("FLASH_ATTN_CUDA", "FLASH_ATTENTION_SKIP_CUDA_BUILD"):
+        monkeypatch.delenv(name, raising=False)
     for torch_cuda in ("13.2", None):
         assert decide(torch_cuda) == (str(tmp_path), "nvcc 13.0")
     assert decide("12.8")[0] is None
@@ -189,6 +192,12 @@ def test_setup_decides_about_cuda(rules, monkeypatch, tmp_path):
     monkeypatch.delenv("FLASH_ATTN_CUDA")
     monkeypatch.setenv("FLASH_ATTENTION_SKIP_CUDA_BUILD", "TRUE")
     assert decide("13.0")[0] is None
+    monkeypatch.delenv("FLASH_ATTENTION_SKIP_CUDA_BUILD")
+    monkeypatch.setitem(decide.__globals__, "find_cuda", lambda: None)
+    assert decide("13.0") == (
+        None,
+        "not built: nvcc not found (set CUDA_HOME, or put nvcc on PATH)",
+    )
     monkeypatch.setenv("FLASH_ATTN_CUDA", "maybe")
     with pytest.raises(SystemExit, match="auto, 0 or 1"):
         decide("13.0")

@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
 
 import flash_attn
@@ -158,7 +159,7 @@ def test_ops_opcheck_cache_operators(device):
     opcheck(OPS.rotary.default, rotary_args(device))
 
 
-def test_ops_append_is_declared_as_mutating():
+def test_bc61_append_is_declared_as_mutating():
     schema = OPS.append_kv.default._schema
     written = [
         a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write
@@ -168,7 +169,7 @@ def test_ops_append_is_declared_as_mutating():
 
 @pytest.mark.parametrize("length", [128, 196, 256, 257])
 @pytest.mark.parametrize("swap", [False, True])
-def test_ops_fake_matches_real(length, swap, device):
+def test_bc63_fake_matches_real(length, swap, device):
     """Shape, stride, dtype and device of every result under fake tensors, for permuted inputs
     too."""
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -217,8 +218,6 @@ def test_compile_fullgraph(backend, device):
 
 
 def test_compile_dynamic_does_not_recompile(device):
-    from torch._dynamo.testing import CompileCounterWithBackend
-
     torch.compiler.reset()
     counter = CompileCounterWithBackend("aot_eager")
     run = torch.compile(dense, fullgraph=True, dynamic=True, backend=counter)
@@ -253,12 +252,12 @@ def test_compile_varlen_and_dropout(device):
     assert torch.equal(masks(q), a)
 
 
-def test_compile_cache_step(device):
+def test_bc62_compile_cache_step(device):
     """A decode step with an append: one graph, no recompilation for new lengths, the caches
     change."""
     torch.compiler.reset()
     q, new = (torch.randn(2, 1, 2, 16, device=device) for _ in range(2))
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
 
     def step(q, k_cache, v_cache, k, v, lengths):
         out = flash_attn.flash_attn_with_kvcache(

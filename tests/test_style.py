@@ -7,6 +7,7 @@ import ast
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -145,19 +146,25 @@ def test_kernels_are_named_and_have_no_bool_templates():
         assert all(name.endswith("_kernel") for name in named), f"{path.name}: {named}"
 
 
-@pytest.mark.skipif(shutil.which("clang-format") is None, reason="clang-format is not installed")
+def run_tool(name, *arguments):
+    """Runs a tool from this Python's environment, or from PATH; skips where there is none."""
+    beside = Path(sys.executable).parent / name
+    tool = str(beside) if beside.exists() else shutil.which(name)
+    if tool is None:
+        pytest.skip(f"{name} is not installed")
+    return subprocess.run([tool, *arguments], capture_output=True, text=True, cwd=ROOT)
+
+
 def test_clang_format():
-    version = subprocess.run(["clang-format", "--version"], capture_output=True, text=True).stdout
+    version = run_tool("clang-format", "--version").stdout
     if "version 14." not in version:
         pytest.skip(f"the tree is formatted by clang-format 14, here is {version.strip()}")
-    command = ["clang-format", "--dry-run", "--Werror", *map(str, CXX_FILES)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    done = run_tool("clang-format", "--dry-run", "--Werror", *map(str, CXX_FILES))
     assert done.returncode == 0, done.stderr[:4000]
 
 
-@pytest.mark.skipif(shutil.which("ruff") is None, reason="ruff is not installed")
 @pytest.mark.parametrize("command", [["check"], ["format", "--check"]], ids=["check", "format"])
 def test_ruff(command):
     targets = ["setup.py", *[f for f in FOLDERS if (ROOT / f).is_dir()]]
-    done = subprocess.run(["ruff", *command, *targets], capture_output=True, text=True, cwd=ROOT)
+    done = run_tool("ruff", *command, *targets)
     assert done.returncode == 0, (done.stdout + done.stderr)[:4000]

@@ -53,7 +53,7 @@ def test_varlen_equals_dense(device):
 
 
 @pytest.mark.parametrize("hint", [0, 1, 64, 10_000, None, "tensor"])
-def test_varlen_max_seqlen_is_a_hint(hint, device):
+def test_bc64_max_seqlen_is_a_hint(hint, device):
     problem = Problem(cases.Case(packed=True, causal=True), device)
     expected = problem.call()
     q, k, v = (problem.leaves[name] for name in "qkv")

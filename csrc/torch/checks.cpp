@@ -149,8 +149,9 @@ void check_list(const OpInputs& in,
 }
 
 void check_block_mask(const OpInputs& in) {
-  if (in.block_q < 1 || in.block_k < 1 || in.block_q > INT32_MAX || in.block_k > INT32_MAX) {
-    raise("ValueError", message("block_mask's block size must be at least 1, got ", in.block_q,
+  constexpr int64_t kLongest = int64_t{1} << 30;  // LONGEST in flash_attn/masks.py
+  if (in.block_q < 1 || in.block_k < 1 || in.block_q > kLongest || in.block_k > kLongest) {
+    raise("ValueError", message("block_mask's block size must lie in 1 to 2^30, got ", in.block_q,
                                 " and ", in.block_k));
   }
   check_list(in, in.block_counts, in.block_index, "forward lists");
@@ -169,13 +170,23 @@ void check_block_mask(const OpInputs& in) {
   }
 }
 
-void check_numbers(const OpInputs& in) {
-  if (!std::isfinite(in.softmax_scale)) {
-    raise("ValueError", message("softmax_scale must be a finite number, got ", in.softmax_scale));
+// Neither overflows nor vanishes in the arithmetic: kernels multiply by log2(e) and divide by a
+// softcap.
+void check_held(const OpInputs& in, const char* name, double number) {
+  const bool wide = in.q.scalar_type() == ScalarType::Double;
+  const int least = wide ? -1022 : -126, most = wide ? 1023 : 127;
+  const double size = std::abs(number);
+  if (number != 0 && !(size >= std::ldexp(1.0, least) && size <= std::ldexp(1.0, most))) {
+    raise("ValueError", message(name, " must be 0 or of magnitude 2^", least, " to 2^", most,
+                                " for ", dtype_name(in.q.scalar_type()), " inputs, got ", number));
   }
-  if (!(in.softcap >= 0) || !std::isfinite(in.softcap)) {
-    raise("ValueError",
-          message("softcap must be a finite number >= 0 (0 is off), got ", in.softcap));
+}
+
+void check_numbers(const OpInputs& in) {
+  check_held(in, "softmax_scale", in.softmax_scale);
+  check_held(in, "softcap", in.softcap);
+  if (in.softcap < 0) {
+    raise("ValueError", message("softcap must be a number >= 0 (0 is off), got ", in.softcap));
   }
   if (!(in.dropout_p >= 0 && in.dropout_p < 1)) {
     raise("ValueError",

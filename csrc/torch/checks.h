@@ -57,6 +57,10 @@ Tensor as_contiguous(const Tensor& t, std::vector<Tensor>& kept);
 // not.
 const int32_t* int_data(const Tensor& t);
 
+// An element of an integer tensor, for messages. Values come cut to int32 (flash_attn/_checks.py),
+// so its ends stand for all beyond.
+std::string int_text(int32_t value);
+
 void check_shape(const Tensor& t, const char* name, const std::vector<int64_t>& sizes);
 void check_dtype(const Tensor& t, const char* name, ScalarType type);
 void check_device(const Tensor& t, const char* name, const Tensor& like);

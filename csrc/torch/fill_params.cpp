@@ -80,6 +80,15 @@ void fill_scores(Problem& problem, const OpInputs& in) {
   AttnParams& p = problem.params;
   p.softmax_scale = in.softmax_scale;
   p.softcap = in.softcap;
+  if (in.bias && !in.q.is_cpu()) {  // lengths that nobody has read must not lead past the bias
+    const auto cut = [&](int& seqlen, int64_t size) {
+      if (size != 1) seqlen = narrowed(std::min<int64_t>(seqlen, size));
+    };
+    cut(p.seqlen_q, in.bias->size(2));
+    cut(p.seqlen_k, in.bias->size(3));
+  }
+  // Without elements there is no row or no key that would read it: on the CPU check_content says
+  // so, elsewhere the cut.
   if (in.bias && in.bias->numel() > 0) {
     const Tensor& bias = *in.bias;
     p.bias.ptr = bias.data_ptr();
@@ -89,10 +98,6 @@ void fill_scores(Problem& problem, const OpInputs& in) {
     p.bias.col = step(bias, 3);
     p.bias.boolean = bias.scalar_type() == ScalarType::Bool;
     if (!p.bias.boolean) p.bias.dtype = dtype_of(bias, "attn_bias");
-    if (!in.q.is_cpu()) {  // lengths that nobody has read must not lead past the bias
-      if (bias.size(2) > 1) p.seqlen_q = narrowed(std::min<int64_t>(p.seqlen_q, bias.size(2)));
-      if (bias.size(3) > 1) p.seqlen_k = narrowed(std::min<int64_t>(p.seqlen_k, bias.size(3)));
-    }
   }
   if (in.alibi_slopes) {
     const Tensor slopes = as_contiguous(*in.alibi_slopes, problem.kept);
@@ -115,7 +120,7 @@ void fill_scores(Problem& problem, const OpInputs& in) {
 std::string values_text(const int32_t* values, int64_t count) {
   std::string text = "[";
   for (int64_t i = 0; i < std::min<int64_t>(count, 16); ++i)
-    text += (i ? ", " : "") + std::to_string(values[i]);
+    text += (i ? ", " : "") + int_text(values[i]);
   return text + (count > 16 ? ", …]" : "]");
 }
 
@@ -139,18 +144,23 @@ int check_key_lengths(const AttnParams& p, int room) {
   const int32_t* cu = p.seq_k.cu_seqlens;
   int longest = 0;
   for (int b = 0; b < p.batch; ++b) {
+    if (is_padding(p.pages, b)) continue;
     const int most = cu != nullptr ? cu[b + 1] - cu[b] : room;
+    if (most > room) {
+      raise("ValueError", message("cu_seqlens_k gives sequence ", b, " ", most,
+                                  " keys, block_table has pages for ", room));
+    }
     const int length = p.seq_k.used != nullptr ? p.seq_k.used[b] : most;
-    if ((length < 0 || length > most) && !is_padding(p.pages, b)) {
+    if (length < 0 || length > most) {
       raise("ValueError",
             message("seqused_k[", b, "] (cache_seqlens, with what is appended) must lie in 0 to ",
-                    most, ", got ", length));
+                    most, ", got ", int_text(length)));
     }
     if (p.seq_k.leftpad != nullptr && p.seq_k.leftpad[b] < 0) {
       raise("ValueError",
-            message("leftpad_k[", b, "] must not be negative, got ", p.seq_k.leftpad[b]));
+            message("leftpad_k[", b, "] must not be negative, got ", int_text(p.seq_k.leftpad[b])));
     }
-    longest = std::max(longest, std::min(length, room));
+    longest = std::max(longest, length);
   }
   return longest;
 }
@@ -208,7 +218,7 @@ void check_content(AttnParams& p, const OpInputs& in) {
   for (int b = 0; p.pages.table != nullptr && b < p.batch; ++b) {
     check_pages(p.pages, b, SeqInfo(p, b).k_len);
   }
-  if (p.bias.ptr != nullptr) {
+  if (in.bias) {
     const int64_t rows = in.bias->size(2), columns = in.bias->size(3);
     if ((rows != 1 && rows < p.seqlen_q) || (columns != 1 && columns < p.seqlen_k)) {
       raise("ValueError",
@@ -221,6 +231,11 @@ void check_content(AttnParams& p, const OpInputs& in) {
 
 }  // namespace
 
+std::string int_text(int32_t value) {
+  const char* beyond = value == INT32_MAX ? " or more" : value == INT32_MIN ? " or less" : "";
+  return std::to_string(value) + beyond;
+}
+
 void check_pages(const Pages& pages, int batch, int64_t length) {
   const int32_t* row = pages.table + batch * pages.table_stride;
   const int64_t used =
@@ -229,7 +244,7 @@ void check_pages(const Pages& pages, int batch, int64_t length) {
     if (row[column] < -1 || row[column] >= pages.num_pages) {
       raise("ValueError",
             message("block_table[", batch, ", ", column, "] must lie in 0 to ", pages.num_pages - 1,
-                    ", or be -1 for no page, got ", row[column]));
+                    ", or be -1 for no page, got ", int_text(row[column])));
     }
   }
 }
@@ -243,8 +258,8 @@ bool is_padding(const Pages& pages, int batch) {
 void check_entries(const int32_t* index, int64_t batch, int64_t entries) {
   for (int64_t b = 0; b < batch; ++b) {
     if (index[b] < 0 || index[b] >= entries) {
-      raise("ValueError",
-            message("cache_batch_idx[", b, "] must lie in 0 to ", entries - 1, ", got ", index[b]));
+      raise("ValueError", message("cache_batch_idx[", b, "] must lie in 0 to ", entries - 1,
+                                  ", got ", int_text(index[b])));
     }
   }
 }

@@ -105,7 +105,8 @@ void check_slots(const cpu::AppendParams& p, const Tensor& k_cache, const OptTen
     const int64_t first = p.cache_seqlens[b], end = first + p.seqlen_new;
     if (first < 0 || end > capacity) {
       raise("ValueError", message("cache_seqlens[", b, "] + seqlen_new must lie in 0 to ", capacity,
-                                  " (the capacity of k_cache), got ", first, " + ", p.seqlen_new));
+                                  " (the capacity of k_cache), got ", int_text(p.cache_seqlens[b]),
+                                  " + ", p.seqlen_new));
     }
     if (paged) check_pages(p.pages, b, end);
     if (cos) check_positions(*cos, "cache_seqlens", b, first, p.seqlen_new);
