@@ -99,7 +99,7 @@ def test_backward_dout_strides(kind, device):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("scale", [1e-3, 3.0])
+@pytest.mark.parametrize("scale", [1e-3, 3.0, 100.0])
 def test_backward_extreme_scores(scale, device):
     check(cases.Case(seqlen_q=40, seqlen_k=40, dtype="fp32", scale=scale, causal=True), device)
 

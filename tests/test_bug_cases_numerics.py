@@ -13,10 +13,11 @@ from flash_attn import flash_attn_func
 NEG_INF = float("-inf")
 
 
+@pytest.mark.parametrize("scale", [None, 1.0])
 @pytest.mark.parametrize("seqlen_q", [1, 40])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_bc43_every_logit_very_negative(seqlen_q, dtype, device):
-    problem = Problem(cases.Case(1, seqlen_q, 64, 1, 1, 128, dtype=dtype), device)
+def test_bc43_every_logit_very_negative(seqlen_q, dtype, scale, device):
+    problem = Problem(cases.Case(1, seqlen_q, 64, 1, 1, 128, dtype=dtype, scale=scale), device)
     with torch.no_grad():
         problem.leaves["q"].zero_()[..., 0] = 448.0
         problem.leaves["k"].mul_(0.1)[..., 0] = -547.0

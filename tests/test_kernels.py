@@ -76,3 +76,10 @@ def test_kernels_agree_between_instruction_sets(isa, monkeypatch):
     expected = flash_attn.flash_attn_func(q, k, v, causal=True)
     monkeypatch.setenv("FLASH_ATTN_CPU_ISA", isa)
     torch.testing.assert_close(flash_attn.flash_attn_func(q, k, v, causal=True), expected)
+
+
+def test_kernels_unknown_cpu_isa(monkeypatch):
+    monkeypatch.setenv("FLASH_ATTN_CPU_ISA", "sse9")
+    q = torch.randn(1, 2, 1, 8)
+    with pytest.raises(ValueError, match="FLASH_ATTN_CPU_ISA must be scalar, avx2, avx512"):
+        flash_attn.flash_attn_func(q, q, q)

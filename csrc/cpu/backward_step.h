@@ -254,8 +254,7 @@ struct BackwardStep {
       }
       for (int r = 0; r < keys; ++r) {
         Acc* at = scratch.s + r * kPanel + v * S::kLane;
-        const V x = (load<V>(at) - base) * static_cast<Acc>(kLog2e);
-        store(at, vexp2<Number::kDegree>(x) * weight);
+        store(at, vexp<Number::kDegree>(load<V>(at) - base) * weight);
       }
     }
   }
@@ -330,12 +329,20 @@ struct BackwardStep {
     const int ld = round_up(keys, 16);
     transpose_to_rows<Arch, Plain>(scratch.bias.rows, scratch.dp, keys, ld);
     const Gradients& g = p.grad;
+    const int live = end - key;
+    // What the bias broadcasts over is summed in double before it meets the fp32 total.
+    double sums[kMostKeys] = {};
     for (int l = 0; l < lanes.count; ++l) {
+      const Acc* from = scratch.bias.rows + int64_t{l} * ld;
+      for (int r = 0; r < live; ++r)
+        sums[g.dbias_col == 0 ? 0 : r] += from[r];
+      if (g.dbias_row == 0 && l + 1 < lanes.count) continue;
       Acc* to = static_cast<Acc*>(g.dbias) + head.batch * g.dbias_batch +
                 lanes.head[l] * g.dbias_head + lanes.position[l] * g.dbias_row + key * g.dbias_col;
-      const Acc* from = scratch.bias.rows + int64_t{l} * ld;
-      for (int r = 0; r < end - key; ++r)
-        to[r * g.dbias_col] += from[r];
+      for (int r = 0; r < (g.dbias_col == 0 ? 1 : live); ++r) {
+        to[r] += static_cast<Acc>(sums[r]);
+        sums[r] = 0;
+      }
     }
   }
 

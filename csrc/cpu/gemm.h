@@ -16,12 +16,12 @@ namespace flash_attn::cpu {
 struct F64 {
   using Acc = double;
   using Unit = double;
-  static constexpr int kPair = 1, kDegree = 5;
+  static constexpr int kPair = 1, kDegree = 6;
 };
 struct F32 {
   using Acc = float;
   using Unit = float;
-  static constexpr int kPair = 1, kDegree = 5;
+  static constexpr int kPair = 1, kDegree = 6;
 };
 struct Bf16 {
   using Acc = float;

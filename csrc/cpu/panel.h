@@ -14,8 +14,6 @@
 
 namespace flash_attn::cpu {
 
-constexpr double kLog2e = 1.4426950408889634;
-
 // Takes arrays out of one block of scratch, each at a multiple of 64 bytes. With a null base it
 // counts.
 class Carver {
@@ -244,7 +242,6 @@ template <class Arch, class Number, class Acc>
 void online_softmax(Acc* scores, Acc* m, Acc* l, Acc* alpha, int keys) {
   using S = Shape<Arch, Number>;
   using V = typename S::V;
-  constexpr Acc kToLog2 = static_cast<Acc>(kLog2e);
   const V lowest = splat<V>(-std::numeric_limits<Acc>::infinity());
   for (int v = 0; v < Arch::kVectors; ++v) {
     Acc* s = scores + v * S::kLane;
@@ -257,13 +254,13 @@ void online_softmax(Acc* scores, Acc* m, Acc* l, Acc* alpha, int keys) {
     }
     const V now = vmax(vmax(most[0], most[1]), vmax(most[2], most[3]));
     const V base = now == lowest ? V{} : now;  // no key seen so far: every weight is exp(-inf) = 0
-    const V factor = vexp2<5>((old - base) * kToLog2);
+    const V factor = vexp<6>(old - base);
     V sum[4] = {};
     for (int r = 0; r < keys; r += 4) {
 #pragma GCC unroll 4
       for (int u = 0; u < 4; ++u) {
         Acc* at = s + (r + u) * S::kPanel;
-        const V p = vexp2<Number::kDegree>((load<V>(at) - base) * kToLog2);
+        const V p = vexp<Number::kDegree>(load<V>(at) - base);
         store(at, p);
         sum[u] += p;
       }

@@ -38,7 +38,7 @@ uint32_t detect_isa() {
   if (std::strcmp(cap, "scalar") == 0) return kIsaScalar;
   if (std::strcmp(cap, "avx2") == 0) return machine & kIsaAvx2;
   if (std::strcmp(cap, "avx512") == 0) return machine & (kIsaAvx2 | kIsaAvx512);
-  return machine;
+  return std::strcmp(cap, "avx512bf16") == 0 ? machine : kUnknownIsa;
 }
 
 }  // namespace cpu

@@ -125,37 +125,38 @@ template <class V>
   return (x + kRound) - kRound;
 }
 
-// 2^x for x well below 127; exactly 0 for x < -126 and for -inf; a NaN comes through. Relative
-// error 8e-8 with kDegree 5, 3e-6 with 4 (enough where the result becomes bf16). 2^f on [-0.5, 0.5]
-// by a polynomial, our minimax fit, scaled by 2^n.
+// e^x for x well below 88; exactly 1 at 0 and 0 for x < -87.3 and for -inf; a NaN comes through.
+// Relative error 6e-8 with kDegree 6, 6e-6 with 4 (enough where the result becomes bf16). e^x = 2^n
+// e^r with |r| <= ln 2 / 2, e^r by a polynomial, our minimax fit.
 template <int kDegree, class V>
-[[gnu::always_inline]] inline V vexp2(V x) {
-  static_assert(kDegree == 4 || kDegree == 5);
+[[gnu::always_inline]] inline V vexp(V x) {
+  static_assert(kDegree == 4 || kDegree == 6);
   if constexpr (sizeof(Lane<V>) == 8) {
     V r;
     for (int l = 0; l < kLanes<V>; ++l)
-      r[l] = std::exp2(x[l]);
+      r[l] = std::exp(x[l]);
     return r;
   } else {
-    x = vmax(splat<V>(-127.0f), x);
-    const V n = vround(x);
-    const V f = x - n;
-    V p;
-    if constexpr (kDegree == 5) {
-      p = f * 1.327647164e-3f + 9.675541551e-3f;
-      p = p * f + 5.550713276e-2f;
-      p = p * f + 2.402211972e-1f;
-      p = p * f + 6.931469671e-1f;
-      p = p * f + 1.0f;
+    x = vmax(splat<V>(-88.0f), x);
+    const V n = vround(x * 1.442695041f);
+    V r, p;
+    if constexpr (kDegree == 6) {
+      r = x - n * 6.931457520e-1f;  // 16 bits of ln 2: exact products; then the rest
+      r = r - n * 1.428606820e-6f;
+      p = r * 1.381461315e-3f + 8.368709945e-3f;
+      p = p * r + 4.166838737e-2f;
+      p = p * r + 1.666652069e-1f;
+      p = p * r + 4.999999345e-1f;
     } else {
-      p = f * 9.570101553e-3f + 5.591786220e-2f;
-      p = p * f + 2.402474485e-1f;
-      p = p * f + 6.931218145e-1f;
-      p = p * f + 9.999992614e-1f;
+      r = x - n * 6.931471806e-1f;
+      p = r * 4.127774704e-2f + 1.675351435e-1f;
+      p = p * r + 5.000511607e-1f;
     }
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
 #if defined(__x86_64__)
     if constexpr (kIsAvx512<V>) {
-      const __mmask16 normal = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
+      const __mmask16 normal = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.3f), _CMP_NLT_UQ);
       return (V)_mm512_maskz_scalef_ps(normal, (__m512)p, (__m512)n);
     }
 #endif
@@ -177,7 +178,7 @@ template <class V>
     return r;
   } else {
     const V magnitude = x < 0.0f ? -x : x;
-    const V e = vexp2<5>(magnitude * -2.885390082f);
+    const V e = vexp<6>(magnitude * -2.0f);
     const V far = (1.0f - e) / (1.0f + e);
     const V y = x * x;
     V p = y * -5.852214657e-3f + 2.075367506e-2f;

@@ -62,6 +62,8 @@ void launch(const AttnParams& p, Pass pass, int64_t family, const Tensor& like) 
   DeviceInfo device;
   device.sm_count = torch_threads();
   device.isa = cpu::detect_isa();
+  if (device.isa == cpu::kUnknownIsa)
+    raise("ValueError", "FLASH_ATTN_CPU_ISA must be scalar, avx2, avx512 or avx512bf16");
   const Plan plan = make_plan(p, pass, device, kCpuTable, family_name(family));
   if (plan.row == nullptr) {
     std::string reasons;
