@@ -104,6 +104,9 @@ def _refuse_double_backward():
     )
 
 
+_NO_EXTRAS = (None,) * 11
+
+
 class EagerAttention(torch.autograd.Function):
     """Plain eager mode. `arguments` is the whole call; the inputs before it are there to be
     tracked."""
@@ -111,14 +114,19 @@ class EagerAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, bias, slopes, sinks, lengths, arguments):
         out, lse = call(_ops.forward, *arguments)
-        ctx.save_for_backward(q, k, v, out, lse, *lengths, bias, slopes, sinks, *arguments[12:17])
+        extras = (*lengths, bias, slopes, sinks, *arguments[12:17])
+        if extras == _NO_EXTRAS:  # the usual call: each None costs as much as a tensor
+            ctx.save_for_backward(q, k, v, out, lse)
+        else:
+            ctx.save_for_backward(q, k, v, out, lse, *extras)
         ctx.options = arguments[17:]
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        q, k, v, out, lse, cu_q, cu_k, used, bias, slopes, sinks, *lists = ctx.saved_tensors
+        q, k, v, out, lse, *extras = ctx.saved_tensors
+        cu_q, cu_k, used, bias, slopes, sinks, *lists = extras or _NO_EXTRAS
         # In grad mode somebody may differentiate the gradients: they must not come out as
         # constants.
         run = BackwardOperator.apply if torch.is_grad_enabled() else _call_backward
