@@ -341,7 +341,9 @@ def test_bc85_padded_index_lists(device):
 
 def test_bc88_metadata():
     if not importlib.metadata.packages_distributions().get("flash_attn"):
-        pytest.skip("flash_attn is imported from a source tree: there is no distribution to look at")
+        pytest.skip(
+            "flash_attn is imported from a source tree: there is no distribution to look at"
+        )
     assert importlib.metadata.version("flash-attn") == flash_attn.__version__ == "2.8.3"
     assert "flash-attn" in importlib.metadata.packages_distributions()["flash_attn"]
 
