@@ -20,6 +20,7 @@
 #include "core/merge.h"
 #include "core/tiles.h"
 #include "cpu/dropout.h"
+#include "cpu/few_rows.h"
 #include "plan/plan.h"
 
 namespace flash_attn::cpu {
@@ -44,6 +45,7 @@ class Forward {
     Acc *alpha, *o_rows;    // (kPanel,); (kPanel, v_ld)
     BiasTile<Acc> bias;
     float* keep;  // (block_n, kPanel), with dropout
+    FewRowsScratch<Acc> few;
 
     Scratch(Carver& c, const AttnParams& p, int block_m, int block_n) {
       const int64_t q_ld = Forward::q_ld(p), v_ld = Forward::v_ld(p);
@@ -63,6 +65,7 @@ class Forward {
       bias.rows = p.bias.ptr != nullptr ? c.take<Acc>(n * kPanel) : nullptr;
       bias.transposed = p.bias.ptr != nullptr ? c.take<Acc>(n * kPanel) : nullptr;
       keep = p.dropout.philox != nullptr ? c.take<float>(n * kPanel) : nullptr;
+      few = {c.take<Acc>(n + 16), c.take<Acc>(round_up(p.head_dim, 16)), c.take<Acc>(4 * 16)};
     }
   };
 
@@ -178,6 +181,14 @@ class Forward {
       transpose_panel<Arch, Number>(scratch.qt + int64_t{panel} * kPanel * q_ld(p), scratch.q,
                                     units_of<Number>(p.head_dim), q_ld(p));
     }
+    if (few_rows(p, task)) {
+      for (int64_t e = 0; e < int64_t{task.end - task.begin} * v_ld(p); ++e)
+        scratch.o_rows[e] = 0;
+      for (int c = 0; c < round_up(p.head_dim, 16); ++c)
+        scratch.few.k[c] = 0;
+      for (int c = 0; c < 4 * 16; ++c)
+        scratch.few.v[c] = 0;
+    }
     const int lanes = panels * kPanel;
     for (int64_t e = 0; e < int64_t{lanes} * v_ld(p); ++e)
       scratch.o[e] = 0;
@@ -185,6 +196,12 @@ class Forward {
       scratch.m[e] = -std::numeric_limits<Acc>::infinity();
       scratch.l[e] = 0;
     }
+  }
+
+  // Whether the rows of a task go through few_rows.h: their out lies in o_rows, not in a panel.
+  static bool few_rows(const AttnParams& p, const Task& task) {
+    return Number::kPair == 1 && task.end - task.begin <= min_of(kFewRows, kPanel) &&
+           !has_features(p) && p.dropout.philox == nullptr;
   }
 
   // One key tile, cut to the keys [span.begin, span.end) that some row of the task may see.
@@ -209,6 +226,14 @@ class Forward {
       v_rows[r] = missing[r] ? nullptr
                              : static_cast<const Elem*>(p.v.ptr) +
                                    key_offset(p, seq, p.v, task.batch, span.begin + r, head_k);
+    }
+    if constexpr (Number::kPair == 1) {
+      if (few_rows(p, task)) {
+        few_rows_step<Arch, Number>(p, mask, task.rows, task.begin, task.end - task.begin, span,
+                                    k_rows, v_rows, scratch.q, q_ld(p), scratch.m, scratch.l,
+                                    scratch.o_rows, v_ld(p), scratch.few);
+        return;
+      }
     }
     pack_rows<Arch, Number>(scratch.k, k_rows, count, padded, p.head_dim, q_ld(p));
     pack_rows<Arch, Number>(scratch.v, v_rows, count, padded, p.head_dim_v, v_ld(p));
@@ -275,8 +300,9 @@ class Forward {
       const Job& job, const Scratch& scratch, const SeqInfo& seq, const Task& task, int panel) {
     const AttnParams& p = *job.p;
     const int begin = task.begin + panel * kPanel, count = min_of(task.end - begin, kPanel);
-    transpose_to_rows<Arch, Number>(scratch.o_rows, scratch.o + int64_t{panel} * kPanel * v_ld(p),
-                                    p.head_dim_v, v_ld(p));
+    if (!few_rows(p, task))
+      transpose_to_rows<Arch, Number>(scratch.o_rows, scratch.o + int64_t{panel} * kPanel * v_ld(p),
+                                      p.head_dim_v, v_ld(p));
     for (int r = 0; r < count; ++r) {
       const int i = task.rows.position(begin + r), head = task.rows.head(begin + r);
       double m = scratch.m[panel * kPanel + r], l = scratch.l[panel * kPanel + r];
