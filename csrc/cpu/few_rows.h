@@ -15,6 +15,9 @@ namespace flash_attn::cpu {
 
 // Up to this many rows the loops below beat a panel (AMD EPYC, 2026-11, head_dim 64 and 128).
 constexpr int kFewRows = 6;
+// With fewer keys there is little to win, and the products of a panel add up as the backward pass's
+// do: a single key has weight 1 to the bit.
+constexpr int kFewRowsLeastKeys = 64;
 
 template <class V>
 [[gnu::always_inline]] inline Lane<V> sum_lanes(V x) {

@@ -181,7 +181,7 @@ class Forward {
       transpose_panel<Arch, Number>(scratch.qt + int64_t{panel} * kPanel * q_ld(p), scratch.q,
                                     units_of<Number>(p.head_dim), q_ld(p));
     }
-    if (few_rows(p, task)) {
+    if (few_rows(p, seq, task)) {
       for (int64_t e = 0; e < int64_t{task.end - task.begin} * v_ld(p); ++e)
         scratch.o_rows[e] = 0;
       for (int c = 0; c < round_up(p.head_dim, 16); ++c)
@@ -198,10 +198,11 @@ class Forward {
     }
   }
 
-  // Whether the rows of a task go through few_rows.h: their out lies in o_rows, not in a panel.
-  static bool few_rows(const AttnParams& p, const Task& task) {
-    return Number::kPair == 1 && task.end - task.begin <= min_of(kFewRows, kPanel) &&
-           !has_features(p) && p.dropout.philox == nullptr;
+  // Whether a head's rows go through few_rows.h: then their out lies in o_rows, not in a panel. The
+  // sequence alone decides, whatever tiles the plan chose: a result does not depend on the batch.
+  static bool few_rows(const AttnParams& p, const SeqInfo& seq, const Task& task) {
+    return Number::kPair == 1 && task.rows.rows(seq.q_len) <= min_of(kFewRows, kPanel) &&
+           seq.k_len >= kFewRowsLeastKeys && !has_features(p) && p.dropout.philox == nullptr;
   }
 
   // One key tile, cut to the keys [span.begin, span.end) that some row of the task may see.
@@ -228,7 +229,7 @@ class Forward {
                                    key_offset(p, seq, p.v, task.batch, span.begin + r, head_k);
     }
     if constexpr (Number::kPair == 1) {
-      if (few_rows(p, task)) {
+      if (few_rows(p, seq, task)) {
         few_rows_step<Arch, Number>(p, mask, task.rows, task.begin, task.end - task.begin, span,
                                     k_rows, v_rows, scratch.q, q_ld(p), scratch.m, scratch.l,
                                     scratch.o_rows, v_ld(p), scratch.few);
@@ -300,7 +301,7 @@ class Forward {
       const Job& job, const Scratch& scratch, const SeqInfo& seq, const Task& task, int panel) {
     const AttnParams& p = *job.p;
     const int begin = task.begin + panel * kPanel, count = min_of(task.end - begin, kPanel);
-    if (!few_rows(p, task))
+    if (!few_rows(p, seq, task))
       transpose_to_rows<Arch, Number>(scratch.o_rows, scratch.o + int64_t{panel} * kPanel * v_ld(p),
                                       p.head_dim_v, v_ld(p));
     for (int r = 0; r < count; ++r) {
