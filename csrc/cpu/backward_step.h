@@ -85,13 +85,13 @@ struct BackwardStep {
     return int64_t{ceil_div(p.seqlen_q, block_m)} * ceil_div(block_m, kPanel);
   }
 
-  // What one unit works on at a time: the query heads of `rows` against one key head.
   // An lse of some thousands no longer holds log(l) beside m in its digits. Then m and 1 / l of
   // every row are computed anew, in the layout of lse; else null.
   struct Statistics {
     Acc *m, *weight;
   };
 
+  // What one unit works on at a time: a key head, and the query heads that read it.
   struct Head {
     int batch, head_k, split;
     SeqInfo seq;
@@ -164,9 +164,9 @@ struct BackwardStep {
                  scratch.q_pairs);
     pack_queries(head, lanes, p.grad.dout, p.head_dim_v, w.v, w.v_wide, &p, scratch.o, scratch.ot,
                  scratch.o_pairs);
-    const int skip = (seen.begin - base) / S::kRows * S::kRows;
-    const int key = base + skip, keys = round_up(seen.end - key, S::kRows);
-    scores(p, scratch, head, lanes, seen, skip, key, keys);
+    const PackedSpan<Arch, Number> at(seen, base);
+    const int skip = at.skip, key = at.key, keys = at.keys;
+    scores(p, scratch, head, lanes, seen, at);
     probabilities(p, scratch, head, lanes, keys);
     gemm<Arch, Number>(keys, units_of<Number>(p.head_dim_v), scratch.v + int64_t{skip} * w.v, w.v,
                        1, scratch.ot, kPanel, scratch.dp, StoreScaled{1.0});
@@ -199,18 +199,9 @@ struct BackwardStep {
                      const Head& head,
                      const Lanes& lanes,
                      const KeySpan& seen,
-                     int skip,
-                     int key,
-                     int keys) {
-    const int ld = Widths(p).q;
-    gemm<Arch, Number>(keys, units_of<Number>(p.head_dim), scratch.k + int64_t{skip} * ld, ld, 1,
-                       scratch.qt, kPanel, scratch.s, StoreScaled{p.softmax_scale});
-    if (has_features(p)) {
-      apply_features<Arch, Number>(scratch.s, scratch.slope, scratch.bias, p, head.mask, lanes,
-                                   head.batch, key, keys, seen.end);
-    }
-    if (!seen.full || key != seen.begin || key + keys != seen.end)
-      apply_mask(scratch.s, head.mask, lanes, seen, nullptr, key, keys);
+                     const PackedSpan<Arch, Number>& at) {
+    panel_scores(scratch.s, scratch.slope, scratch.bias, p, head.mask, lanes, head.batch, seen, at,
+                 nullptr, scratch.k, Widths(p).q, scratch.qt);
   }
 
   // Packs the keys of a tile and one panel of queries, and calls use(keys) with their scores in
@@ -229,10 +220,9 @@ struct BackwardStep {
               round_up(tile.end - tile.begin, S::kRows));
     pack_queries(head, lanes, p.q, p.head_dim, w.q, w.q_wide, nullptr, scratch.q, scratch.qt,
                  scratch.q_pairs);
-    const int skip = (seen.begin - tile.begin) / S::kRows * S::kRows, key = tile.begin + skip;
-    const int keys = round_up(seen.end - key, S::kRows);
-    scores(p, scratch, head, lanes, seen, skip, key, keys);
-    use(keys);
+    const PackedSpan<Arch, Number> at(seen, tile.begin);
+    scores(p, scratch, head, lanes, seen, at);
+    use(at.keys);
   }
 
   // scratch.s <- P^T = exp(S^T - base) * weight: base is lse and the weight 1, or what `Statistics`

@@ -27,7 +27,7 @@ template <class U>
   }
 }
 
-// Calls write(r, l, keep) … as whole vectors: keep (keys, kPanel) <- 1 where kept, 0 where dropped.
+// keep (keys, kPanel) <- 1 where kept, 0 where dropped.
 template <class Arch, class Number>
 void dropout_tile(float* keep,
                   const AttnParams& p,

@@ -9,6 +9,8 @@
 // For scores without features, whose mask is one interval of keys a row.
 #pragma once
 
+#include <algorithm>
+
 #include "cpu/panel.h"
 
 namespace flash_attn::cpu {
@@ -45,7 +47,19 @@ template <class Arch, class Acc, class Elem>
 // head_dim_v.
 template <class Acc>
 struct FewRowsScratch {
-  Acc *s, *k, *v;
+  static constexpr int kValues = 4 * 16;  // the widest piece of a row of V at a time
+  Acc *s = nullptr, *k = nullptr, *v = nullptr;
+
+  FewRowsScratch() = default;
+  FewRowsScratch(Carver& c, int64_t keys, int head_dim)
+      : s(c.take<Acc>(keys + 16)),
+        k(c.take<Acc>(round_up(head_dim, 16))),
+        v(c.take<Acc>(kValues)) {}
+
+  void clear(int head_dim) const {
+    std::fill_n(k, round_up(head_dim, 16), Acc(0));
+    std::fill_n(v, kValues, Acc(0));
+  }
 };
 
 // out [first, first + n), n <= kCount vectors: out * alpha + sum over keys [begin, end) of weight *

@@ -15,6 +15,7 @@
 //   7 after all tasks: merge the splits (core/merge.h)
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 
 #include "core/merge.h"
@@ -65,7 +66,7 @@ class Forward {
       bias.rows = p.bias.ptr != nullptr ? c.take<Acc>(n * kPanel) : nullptr;
       bias.transposed = p.bias.ptr != nullptr ? c.take<Acc>(n * kPanel) : nullptr;
       keep = p.dropout.philox != nullptr ? c.take<float>(n * kPanel) : nullptr;
-      few = {c.take<Acc>(n + 16), c.take<Acc>(round_up(p.head_dim, 16)), c.take<Acc>(4 * 16)};
+      few = FewRowsScratch<Acc>(c, n, p.head_dim);
     }
   };
 
@@ -173,29 +174,21 @@ class Forward {
                     int panels) {
     const Elem* rows[kPanel];
     const Elem* q = static_cast<const Elem*>(p.q.ptr);
+    const bool few = few_rows(p, seq, task);
     for (int panel = 0; panel < panels; ++panel) {
       const int begin = task.begin + panel * kPanel, count = min_of(task.end - begin, kPanel);
       for (int r = 0; r < count; ++r)
         rows[r] = q + seq.q_offset(p.q, task.rows.position(begin + r), task.rows.head(begin + r));
-      pack_rows<Arch, Number>(scratch.q, rows, count, kPanel, p.head_dim, q_ld(p));
+      pack_rows<Arch, Number>(scratch.q, rows, count, few ? count : kPanel, p.head_dim, q_ld(p));
+      if (few) break;  // its rows are one panel, and stay rows
       transpose_panel<Arch, Number>(scratch.qt + int64_t{panel} * kPanel * q_ld(p), scratch.q,
                                     units_of<Number>(p.head_dim), q_ld(p));
     }
-    if (few_rows(p, seq, task)) {
-      for (int64_t e = 0; e < int64_t{task.end - task.begin} * v_ld(p); ++e)
-        scratch.o_rows[e] = 0;
-      for (int c = 0; c < round_up(p.head_dim, 16); ++c)
-        scratch.few.k[c] = 0;
-      for (int c = 0; c < 4 * 16; ++c)
-        scratch.few.v[c] = 0;
-    }
-    const int lanes = panels * kPanel;
-    for (int64_t e = 0; e < int64_t{lanes} * v_ld(p); ++e)
-      scratch.o[e] = 0;
-    for (int e = 0; e < lanes; ++e) {
-      scratch.m[e] = -std::numeric_limits<Acc>::infinity();
-      scratch.l[e] = 0;
-    }
+    const int lanes = few ? task.end - task.begin : panels * kPanel;
+    std::fill_n(few ? scratch.o_rows : scratch.o, int64_t{lanes} * v_ld(p), Acc(0));
+    std::fill_n(scratch.m, lanes, -std::numeric_limits<Acc>::infinity());
+    std::fill_n(scratch.l, lanes, Acc(0));
+    if (few) scratch.few.clear(p.head_dim);
   }
 
   // Whether a head's rows go through few_rows.h: then their out lies in o_rows, not in a panel. The
@@ -260,24 +253,15 @@ class Forward {
                          int base,
                          const KeySpan& seen,
                          const uint8_t* missing) {
-    const int skip = (seen.begin - base) / S::kRows * S::kRows;
-    const int key = base + skip, keys = round_up(seen.end - key, S::kRows);
-    const int d = units_of<Number>(p.head_dim);
-    gemm<Arch, Number>(keys, d, scratch.k + int64_t{skip} * q_ld(p), q_ld(p), 1,
-                       scratch.qt + int64_t{panel} * kPanel * q_ld(p), kPanel, scratch.s,
-                       StoreScaled{p.softmax_scale});
-    if (has_features(p)) {
-      apply_features<Arch, Number>(scratch.s, nullptr, scratch.bias, p, mask, lanes, batch, key,
-                                   keys, seen.end);
-    }
-    if (!seen.full || key != seen.begin || key + keys != seen.end)
-      apply_mask(scratch.s, mask, lanes, seen, missing + skip, key, keys);
+    const PackedSpan<Arch, Number> at(seen, base);
+    panel_scores(scratch.s, nullptr, scratch.bias, p, mask, lanes, batch, seen, at, missing,
+                 scratch.k, q_ld(p), scratch.qt + int64_t{panel} * kPanel * q_ld(p));
     online_softmax<Arch, Number>(scratch.s, scratch.m + panel * kPanel, scratch.l + panel * kPanel,
-                                 scratch.alpha, keys);
-    if (scratch.keep != nullptr) drop(p, scratch, lanes, batch, key, keys);
-    pack_probabilities(scratch, keys);
-    gemm<Arch, Number>(round_up(p.head_dim_v, S::kRows), keys / Number::kPair,
-                       scratch.v_pairs + int64_t{skip} / Number::kPair * v_ld(p), 1, v_ld(p),
+                                 scratch.alpha, at.keys);
+    if (scratch.keep != nullptr) drop(p, scratch, lanes, batch, at.key, at.keys);
+    if constexpr (Number::kPair == 2) pack_key_pairs<Arch>(scratch.p, scratch.s, at.keys);
+    gemm<Arch, Number>(round_up(p.head_dim_v, S::kRows), at.keys / Number::kPair,
+                       scratch.v_pairs + int64_t{at.skip} / Number::kPair * v_ld(p), 1, v_ld(p),
                        scratch.p, kPanel, scratch.o + int64_t{panel} * kPanel * v_ld(p),
                        Rescale<Acc>{scratch.alpha});
   }
@@ -293,17 +277,14 @@ class Forward {
       scratch.s[e] *= static_cast<Acc>(scratch.keep[e]);
   }
 
-  static void pack_probabilities(const Scratch& scratch, int keys) {
-    if constexpr (Number::kPair == 2) pack_key_pairs<Arch>(scratch.p, scratch.s, keys);
-  }
-
   static void finish(
       const Job& job, const Scratch& scratch, const SeqInfo& seq, const Task& task, int panel) {
     const AttnParams& p = *job.p;
     const int begin = task.begin + panel * kPanel, count = min_of(task.end - begin, kPanel);
-    if (!few_rows(p, seq, task))
+    if (!few_rows(p, seq, task)) {
       transpose_to_rows<Arch, Number>(scratch.o_rows, scratch.o + int64_t{panel} * kPanel * v_ld(p),
                                       p.head_dim_v, v_ld(p));
+    }
     for (int r = 0; r < count; ++r) {
       const int i = task.rows.position(begin + r), head = task.rows.head(begin + r);
       double m = scratch.m[panel * kPanel + r], l = scratch.l[panel * kPanel + r];

@@ -3,6 +3,7 @@
 // Everything outside csrc/cpu is included above the pragma: shared inline functions must stay
 // plain.
 #if defined(__x86_64__)
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cmath>

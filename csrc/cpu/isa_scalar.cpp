@@ -2,6 +2,7 @@
 // CPU kernels without any special instruction set: every machine runs them.
 // Everything outside csrc/cpu is included above the pragma: shared inline functions must stay
 // plain.
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cmath>

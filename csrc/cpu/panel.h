@@ -81,15 +81,16 @@ static inline bool has_features(const AttnParams& p) {
   return p.softcap > 0 || p.bias.ptr != nullptr || p.alibi.slopes != nullptr;
 }
 
-static inline float bias_value(const void* ptr, DType dtype, uint8_t boolean, int64_t at) {
-  if (boolean) {
-    return static_cast<const uint8_t*>(ptr)[at] ? 0.0f : -std::numeric_limits<float>::infinity();
+template <class Acc>
+Acc bias_value(const Bias& bias, int64_t at) {
+  if (bias.boolean) {
+    return static_cast<const uint8_t*>(bias.ptr)[at] ? 0 : -std::numeric_limits<Acc>::infinity();
   }
-  switch (dtype) {
-    case DType::kF16: return to_float(static_cast<const Half*>(ptr)[at]);
-    case DType::kBF16: return to_float(static_cast<const BFloat*>(ptr)[at]);
-    case DType::kF64: return static_cast<float>(static_cast<const double*>(ptr)[at]);
-    default: return static_cast<const float*>(ptr)[at];
+  switch (bias.dtype) {
+    case DType::kF16: return to_float(static_cast<const Half*>(bias.ptr)[at]);
+    case DType::kBF16: return to_float(static_cast<const BFloat*>(bias.ptr)[at]);
+    case DType::kF64: return static_cast<Acc>(static_cast<const double*>(bias.ptr)[at]);
+    default: return static_cast<const float*>(bias.ptr)[at];
   }
 }
 
@@ -108,13 +109,8 @@ void load_bias(Acc* dst, const Bias& bias, int64_t at, int n) {
       return;
     }
   }
-  for (int c = 0; c < n; ++c, at += bias.col) {
-    if (bias.dtype == DType::kF64 && !bias.boolean) {
-      dst[c] = static_cast<Acc>(static_cast<const double*>(bias.ptr)[at]);
-    } else {
-      dst[c] = bias_value(bias.ptr, bias.dtype, bias.boolean, at);
-    }
-  }
+  for (int c = 0; c < n; ++c, at += bias.col)
+    dst[c] = bias_value<Acc>(bias, at);
 }
 
 // Offset of (batch, head, query i, key j) in the bias.
@@ -154,8 +150,8 @@ void bias_tile(const BiasTile<Acc>& tile,
   transpose_panel<Arch, Plain>(tile.transposed, tile.rows, keys, ld);
 }
 
-// scores (keys, kPanel), scale * (q . k) in natural units: softcap, ALiBi and bias, then to units
-// of log 2. With `slope` non-null (backward) also the factor d(capped) / d(scaled), same shape.
+// scores (keys, kPanel), scale * (q . k): softcap, ALiBi and bias. With `slope` non-null (backward)
+// also the factor d(capped) / d(scaled), same shape.
 template <class Arch, class Number>
 void apply_features(typename Number::Acc* scores,
                     typename Number::Acc* slope,
@@ -230,6 +226,49 @@ void apply_mask(typename Number::Acc* scores,
       const V s = load<V>(at + v * S::kLane);
       store(at + v * S::kLane, (i >= low) & (i < high) ? s : hidden);
     }
+  }
+}
+
+// ---- scores
+
+// The packed keys that a span needs, in whole rows of gemm.h: `keys` of them from key `key`, which
+// is `skip` rows into a tile packed from key `base`. Those outside the span are there to be hidden.
+template <class Arch, class Number>
+struct PackedSpan {
+  int skip, key, keys;
+
+  PackedSpan(const KeySpan& span, int base) {
+    constexpr int kRows = Shape<Arch, Number>::kRows;
+    skip = (span.begin - base) / kRows * kRows;
+    key = base + skip;
+    keys = round_up(span.end - key, kRows);
+  }
+};
+
+// scores (at.keys, kPanel) <- S^T of one panel after features and mask. k: packed tile, rows k_ld
+// apart; qt: the panel's queries, transposed. slope: as in apply_features. missing: as in
+// apply_mask, from the tile's first key.
+template <class Arch, class Number>
+void panel_scores(typename Number::Acc* scores,
+                  typename Number::Acc* slope,
+                  const BiasTile<typename Number::Acc>& bias,
+                  const AttnParams& p,
+                  const Mask& mask,
+                  const Panel<Arch, Number>& panel,
+                  int batch,
+                  const KeySpan& seen,
+                  const PackedSpan<Arch, Number>& at,
+                  const uint8_t* missing,
+                  const typename Number::Unit* k,
+                  int k_ld,
+                  const typename Number::Unit* qt) {
+  gemm<Arch, Number>(at.keys, units_of<Number>(p.head_dim), k + int64_t{at.skip} * k_ld, k_ld, 1,
+                     qt, panel.kPanel, scores, StoreScaled{p.softmax_scale});
+  if (has_features(p))
+    apply_features(scores, slope, bias, p, mask, panel, batch, at.key, at.keys, seen.end);
+  if (!seen.full || at.key != seen.begin || at.key + at.keys != seen.end) {
+    apply_mask(scores, mask, panel, seen, missing == nullptr ? nullptr : missing + at.skip, at.key,
+               at.keys);
   }
 }
 

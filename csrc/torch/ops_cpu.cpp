@@ -6,13 +6,12 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
-#include <tuple>
 
 #include "cpu/delta.h"
 #include "cpu/isa.h"
 #include "plan/plan.h"
 #include "plan/select.h"
-#include "torch/checks.h"
+#include "torch/signatures.h"
 
 namespace flash_attn {
 
@@ -87,69 +86,21 @@ std::vector<int64_t> lse_sizes(const AttnParams& p) {
   return {p.batch, p.heads_q, p.seqlen_q};
 }
 
-std::tuple<Tensor, Tensor> forward(const Tensor& q,
-                                   const Tensor& k,
-                                   const Tensor& v,
-                                   const OptTensor& cu_seqlens_q,
-                                   const OptTensor& cu_seqlens_k,
-                                   const OptTensor& seqused_k,
-                                   const OptTensor& leftpad_k,
-                                   const OptTensor& cache_batch_idx,
-                                   const OptTensor& block_table,
-                                   const OptTensor& bias,
-                                   const OptTensor& alibi_slopes,
-                                   const OptTensor& sinks,
-                                   const OptTensor& block_counts,
-                                   const OptTensor& block_index,
-                                   const OptTensor& block_counts_t,
-                                   const OptTensor& block_index_t,
-                                   const OptTensor& philox,
-                                   double softmax_scale,
-                                   double softcap,
-                                   double dropout_p,
-                                   int64_t window_left,
-                                   int64_t window_right,
-                                   int64_t block_q,
-                                   int64_t block_k,
-                                   bool,
-                                   int64_t family) {
-  Problem problem = fill_params({q,
-                                 k,
-                                 v,
-                                 cu_seqlens_q,
-                                 cu_seqlens_k,
-                                 seqused_k,
-                                 leftpad_k,
-                                 cache_batch_idx,
-                                 block_table,
-                                 bias,
-                                 alibi_slopes,
-                                 sinks,
-                                 block_counts,
-                                 block_index,
-                                 block_counts_t,
-                                 block_index_t,
-                                 philox,
-                                 softmax_scale,
-                                 softcap,
-                                 dropout_p,
-                                 window_left,
-                                 window_right,
-                                 block_q,
-                                 block_k});
+ForwardResult forward(const OpInputs& in, int64_t family) {
+  Problem problem = fill_params(in);
   AttnParams& p = problem.params;
-  std::vector<int64_t> sizes = sizes_of(q);
-  sizes.back() = v.size(v.dim() - 1);
-  const Tensor out = allocate(sizes, p.dtype, q, "out");
-  const Tensor lse = allocate(lse_sizes(p), accumulator_type(p.dtype), q, "lse");
+  std::vector<int64_t> sizes = sizes_of(in.q);
+  sizes.back() = in.v.size(in.v.dim() - 1);
+  const Tensor out = allocate(sizes, p.dtype, in.q, "out");
+  const Tensor lse = allocate(lse_sizes(p), accumulator_type(p.dtype), in.q, "lse");
   p.out = tensor_ref(out);
   p.lse = lse.data_ptr();
-  if (cu_seqlens_q) {
+  if (in.cu_seqlens_q) {
     const int64_t live = live_rows(p.seq_q, p.batch);
     zero_rows_from(out, live);
     p.dtype == DType::kF64 ? fill_lse_from<double>(lse, live) : fill_lse_from<float>(lse, live);
   }
-  if (has_queries(p)) launch(p, Pass::kForward, family, q);
+  if (has_queries(p)) launch(p, Pass::kForward, family, in.q);
   return {out, lse};
 }
 
@@ -213,18 +164,12 @@ void point_at_gradients(Gradients& grad,
   if ((needs & kSinks) && in.sinks) grad.dsinks = g.dsinks.data_ptr();
 }
 
-void check_backward(const Tensor& dout,
-                    const OptTensor& dlse,
-                    const OpInputs& in,
-                    const Tensor& out,
-                    const Tensor& lse,
-                    const AttnParams& p,
-                    int64_t needs) {
+void check_backward(const BackwardInputs& given, const OpInputs& in, const AttnParams& p) {
   std::vector<int64_t> sizes = sizes_of(in.q);
   sizes.back() = in.v.size(in.v.dim() - 1);
   const ScalarType statistics = scalar_type(accumulator_type(p.dtype));
   for (const auto& [tensor, name] :
-       {std::pair<const Tensor&, const char*>(out, "out"), {dout, "dout"}}) {
+       {std::pair<const Tensor&, const char*>(given.out, "out"), {given.dout, "dout"}}) {
     check_shape(tensor, name, sizes);
     check_dtype(tensor, name, in.q.scalar_type());
     check_device(tensor, name, in.q);
@@ -236,86 +181,34 @@ void check_backward(const Tensor& dout,
     check_dtype(t, name, statistics);
     check_device(t, name, in.q);
   };
-  check_statistics(lse, "lse");
-  if (dlse) check_statistics(*dlse, "dlse");
+  check_statistics(given.lse, "lse");
+  if (given.dlse) check_statistics(*given.dlse, "dlse");
   if (p.mask.blocks.index != nullptr && p.mask.blocks_t.index == nullptr) {
     raise("ValueError",
           "block_mask must come with its transposed lists in the backward pass, got none");
   }
-  if ((needs & kBias) && in.bias && p.bias.boolean) {
+  if ((given.needs & kBias) && in.bias && p.bias.boolean) {
     raise("TypeError", "attn_bias must be floating point to have a gradient, got bool");
   }
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Tensor& dout,
-                                                                    const OptTensor& dlse,
-                                                                    const Tensor& q,
-                                                                    const Tensor& k,
-                                                                    const Tensor& v,
-                                                                    const Tensor& out,
-                                                                    const Tensor& lse,
-                                                                    const OptTensor& cu_seqlens_q,
-                                                                    const OptTensor& cu_seqlens_k,
-                                                                    const OptTensor& seqused_k,
-                                                                    const OptTensor& bias,
-                                                                    const OptTensor& alibi_slopes,
-                                                                    const OptTensor& sinks,
-                                                                    const OptTensor& block_counts,
-                                                                    const OptTensor& block_index,
-                                                                    const OptTensor& block_counts_t,
-                                                                    const OptTensor& block_index_t,
-                                                                    const OptTensor& philox,
-                                                                    double softmax_scale,
-                                                                    double softcap,
-                                                                    double dropout_p,
-                                                                    int64_t window_left,
-                                                                    int64_t window_right,
-                                                                    int64_t block_q,
-                                                                    int64_t block_k,
-                                                                    bool deterministic,
-                                                                    int64_t needs,
-                                                                    int64_t family) {
-  const OptTensor none;
-  const OpInputs in = {q,
-                       k,
-                       v,
-                       cu_seqlens_q,
-                       cu_seqlens_k,
-                       seqused_k,
-                       none,
-                       none,
-                       none,
-                       bias,
-                       alibi_slopes,
-                       sinks,
-                       block_counts,
-                       block_index,
-                       block_counts_t,
-                       block_index_t,
-                       philox,
-                       softmax_scale,
-                       softcap,
-                       dropout_p,
-                       window_left,
-                       window_right,
-                       block_q,
-                       block_k};
+BackwardResult backward(const OpInputs& in, const BackwardInputs& given, int64_t family) {
   Problem problem = fill_params(in);
   AttnParams& p = problem.params;
-  check_backward(dout, dlse, in, out, lse, p, needs);
-  GradientTensors g = allocate_gradients(in, p.dtype, needs);
+  check_backward(given, in, p);
+  GradientTensors g = allocate_gradients(in, p.dtype, given.needs);
   const bool run = has_queries(p);
   prepare_gradients(g, p, in, run);
   if (run) {
-    const Tensor delta = allocate(lse_sizes(p), accumulator_type(p.dtype), q, "delta");
-    p.out = tensor_ref(with_unit_stride(out, problem.kept));
-    p.lse = as_contiguous(lse, problem.kept).data_ptr();
-    p.grad.dout = tensor_ref(with_unit_stride(dout, problem.kept));
-    if (dlse) p.grad.dlse = as_contiguous(*dlse, problem.kept).data_ptr();
+    const Tensor delta = allocate(lse_sizes(p), accumulator_type(p.dtype), in.q, "delta");
+    p.out = tensor_ref(with_unit_stride(given.out, problem.kept));
+    p.lse = as_contiguous(given.lse, problem.kept).data_ptr();
+    p.grad.dout = tensor_ref(with_unit_stride(given.dout, problem.kept));
+    if (given.dlse) p.grad.dlse = as_contiguous(*given.dlse, problem.kept).data_ptr();
     p.grad.delta = delta.data_ptr();
-    p.grad.deterministic = deterministic;
-    point_at_gradients(p.grad, g, in, needs);
-    launch(p, Pass::kBackward, family, q);
+    p.grad.deterministic = given.deterministic;
+    point_at_gradients(p.grad, g, in, given.needs);
+    launch(p, Pass::kBackward, family, in.q);
   }
   return {g.dq, g.dk, g.dv, g.dbias, g.dslopes, g.dsinks};
 }
@@ -350,8 +243,8 @@ Tensor delta(const Tensor& out, const Tensor& dout) {
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(flash_attn, CPU, m) {
-  m.impl("forward", TORCH_BOX(&forward));
-  m.impl("backward", TORCH_BOX(&backward));
+  m.impl("forward", TORCH_BOX(&forward_operator<forward>));
+  m.impl("backward", TORCH_BOX(&backward_operator<backward>));
   m.impl("delta", TORCH_BOX(&delta));
 }
 

@@ -4,13 +4,12 @@
 #include <array>
 #include <mutex>
 #include <optional>
-#include <tuple>
 
 #include <cuda_runtime.h>
 
 #include "plan/plan.h"
-#include "torch/checks.h"
 #include "torch/compat.h"
+#include "torch/signatures.h"
 
 namespace flash_attn {
 namespace {
@@ -80,115 +79,12 @@ const char* family_name(int64_t family) {
                 "on the CPU are served by the CPU kernels"));
 }
 
-std::tuple<Tensor, Tensor> forward(const Tensor& q,
-                                   const Tensor& k,
-                                   const Tensor& v,
-                                   const OptTensor& cu_seqlens_q,
-                                   const OptTensor& cu_seqlens_k,
-                                   const OptTensor& seqused_k,
-                                   const OptTensor& leftpad_k,
-                                   const OptTensor& cache_batch_idx,
-                                   const OptTensor& block_table,
-                                   const OptTensor& bias,
-                                   const OptTensor& alibi_slopes,
-                                   const OptTensor& sinks,
-                                   const OptTensor& block_counts,
-                                   const OptTensor& block_index,
-                                   const OptTensor& block_counts_t,
-                                   const OptTensor& block_index_t,
-                                   const OptTensor& philox,
-                                   double softmax_scale,
-                                   double softcap,
-                                   double dropout_p,
-                                   int64_t window_left,
-                                   int64_t window_right,
-                                   int64_t block_q,
-                                   int64_t block_k,
-                                   bool,
-                                   int64_t family) {
-  refuse(Pass::kForward,
-         {q,
-          k,
-          v,
-          cu_seqlens_q,
-          cu_seqlens_k,
-          seqused_k,
-          leftpad_k,
-          cache_batch_idx,
-          block_table,
-          bias,
-          alibi_slopes,
-          sinks,
-          block_counts,
-          block_index,
-          block_counts_t,
-          block_index_t,
-          philox,
-          softmax_scale,
-          softcap,
-          dropout_p,
-          window_left,
-          window_right,
-          block_q,
-          block_k},
-         family);
+ForwardResult forward(const OpInputs& in, int64_t family) {
+  refuse(Pass::kForward, in, family);
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Tensor&,
-                                                                    const OptTensor&,
-                                                                    const Tensor& q,
-                                                                    const Tensor& k,
-                                                                    const Tensor& v,
-                                                                    const Tensor&,
-                                                                    const Tensor&,
-                                                                    const OptTensor& cu_seqlens_q,
-                                                                    const OptTensor& cu_seqlens_k,
-                                                                    const OptTensor& seqused_k,
-                                                                    const OptTensor& bias,
-                                                                    const OptTensor& alibi_slopes,
-                                                                    const OptTensor& sinks,
-                                                                    const OptTensor& block_counts,
-                                                                    const OptTensor& block_index,
-                                                                    const OptTensor& block_counts_t,
-                                                                    const OptTensor& block_index_t,
-                                                                    const OptTensor& philox,
-                                                                    double softmax_scale,
-                                                                    double softcap,
-                                                                    double dropout_p,
-                                                                    int64_t window_left,
-                                                                    int64_t window_right,
-                                                                    int64_t block_q,
-                                                                    int64_t block_k,
-                                                                    bool,
-                                                                    int64_t,
-                                                                    int64_t family) {
-  const OptTensor none;
-  refuse(Pass::kBackward,
-         {q,
-          k,
-          v,
-          cu_seqlens_q,
-          cu_seqlens_k,
-          seqused_k,
-          none,
-          none,
-          none,
-          bias,
-          alibi_slopes,
-          sinks,
-          block_counts,
-          block_index,
-          block_counts_t,
-          block_index_t,
-          philox,
-          softmax_scale,
-          softcap,
-          dropout_p,
-          window_left,
-          window_right,
-          block_q,
-          block_k},
-         family);
+BackwardResult backward(const OpInputs& in, const BackwardInputs&, int64_t family) {
+  refuse(Pass::kBackward, in, family);
 }
 
 void append_kv(const Tensor&,
@@ -256,8 +152,8 @@ Tensor delta(const Tensor& out, const Tensor& dout) {
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(flash_attn, CUDA, m) {
-  m.impl("forward", TORCH_BOX(&forward));
-  m.impl("backward", TORCH_BOX(&backward));
+  m.impl("forward", TORCH_BOX(&forward_operator<forward>));
+  m.impl("backward", TORCH_BOX(&backward_operator<backward>));
   m.impl("delta", TORCH_BOX(&delta));
   m.impl("append_kv", TORCH_BOX(&append_kv));
   m.impl("rotary", TORCH_BOX(&rotary));
