@@ -97,14 +97,25 @@ struct Mask {
 struct BlockLine {
   const int32_t* index = nullptr;
   int count = 0;
+  const int32_t* bits = nullptr;  // null: every block is wholly visible
 };
 
 FA_HD BlockLine block_line(const BlockList& list, int batch, int head, int line) {
   if (line < 0 || line >= list.rows) return {};
   const int64_t counts = batch * list.count_batch + head * list.count_head;
   const int64_t indices = batch * list.index_batch + head * list.index_head;
-  return {list.index + indices + int64_t{line} * list.width,
-          clamp_to(int{list.count[counts + line]}, 0, list.width)};
+  const int64_t first = indices + int64_t{line} * list.width;
+  return {list.index + first, clamp_to(int{list.count[counts + line]}, 0, list.width),
+          list.bits == nullptr ? nullptr : list.bits + first};
+}
+
+// Bit tile `tile` of a partly visible block: whether query i sees key j, both of the whole problem.
+// A tile that does not exist (-1 above all) hides nothing.
+FA_HD bool block_bit(const MaskSpec& spec, int tile, int i, int j) {
+  if (tile < 0 || tile >= spec.bit_tiles) return true;
+  const int words = ceil_div(spec.block_k, 32), key = j % spec.block_k;
+  const int64_t row = int64_t{tile} * spec.block_q + i % spec.block_q;
+  return spec.block_bits[row * words + key / 32] >> (key % 32) & 1u;
 }
 
 // Whether the block mask lets query i see key j: one element, by a walk over its line. The kernels
@@ -113,7 +124,9 @@ FA_HD bool block_visible(const MaskSpec& spec, int batch, int head, int i, int j
   if (spec.blocks.index == nullptr) return true;
   const BlockLine line = block_line(spec.blocks, batch, head, i / spec.block_q);
   for (int entry = 0; entry < line.count; ++entry) {
-    if (line.index[entry] == j / spec.block_k) return true;
+    if (line.index[entry] == j / spec.block_k) {
+      return line.bits == nullptr || block_bit(spec, line.bits[entry], i, j);
+    }
   }
   return false;
 }

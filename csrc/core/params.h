@@ -40,6 +40,9 @@ struct BlockList {
   int64_t count_batch = 0, count_head = 0;
   int64_t index_batch = 0, index_head = 0;
   int rows = 0, width = 0;
+  // Like index: the bit tile (MaskSpec::block_bits) of a partly visible block, -1 of a block that
+  // is wholly visible. Null: all are.
+  const int32_t* bits = nullptr;
 };
 
 struct MaskSpec {
@@ -48,6 +51,10 @@ struct MaskSpec {
   int block_q = 0, block_k = 0;   // block size in queries and keys; 0 when there is no block mask
   BlockList blocks;               // block rows -> block columns
   BlockList blocks_t;             // block columns -> block rows; null in the forward pass
+  // (bit_tiles, block_q, ceil(block_k / 32)), contiguous: bit j % 32 of word j / 32 of row i is set
+  // where query i of the block sees its key j.
+  const uint32_t* block_bits = nullptr;
+  int bit_tiles = 0;
 };
 
 // Added to the scores, or a boolean mask (true is visible) when `boolean`. Strides of 0 broadcast.

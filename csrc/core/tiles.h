@@ -21,10 +21,12 @@ namespace flash_attn {
 struct KvTile {
   int n;  // keys n * block_n …
   bool full;
+  int bits;  // bit tile of the block it lies in (block_bit, core/mask.h), -1: none
 };
 struct QTile {
   int m;  // queries m * block_m …
   bool full;
+  int bits;
 };
 
 // A few registers, depending on nothing but the problem and the fixed side: two warps that each own
@@ -38,21 +40,24 @@ class TileWalk {
   }
   FA_HD TileWalk(
       const TileRange& range, const BlockLine& line, int ratio, int split, int num_splits)
-      : range_(range), index_(line.index), ratio_(ratio) {
+      : range_(range), index_(line.index), bits_(line.bits), ratio_(ratio) {
     const int count = range.begin == range.end ? 0 : min_of(line.count, kMaxTiles / ratio);
     slice(0, count * ratio, split, num_splits);
   }
 
-  FA_HD bool next(int& tile, bool& full) {
+  FA_HD bool next(int& tile, bool& full, int& bits) {
     while (position_ > stop_) {
       --position_;
       int64_t found = position_;
+      bits = -1;
       if (index_ != nullptr) {
-        found = int64_t{index_[position_ / ratio_]} * ratio_ + position_ % ratio_;
+        const int entry = position_ / ratio_;
+        found = int64_t{index_[entry]} * ratio_ + position_ % ratio_;
         if (found < range_.begin || found >= range_.end) continue;
+        if (bits_ != nullptr) bits = bits_[entry];
       }
       tile = static_cast<int>(found);
-      full = tile >= range_.full_begin && tile < range_.full_end;
+      full = bits < 0 && tile >= range_.full_begin && tile < range_.full_end;
       return true;
     }
     return false;
@@ -70,6 +75,7 @@ class TileWalk {
   TileRange range_;
   int position_ = 0, stop_ = 0;     // positions [stop_, position_) are still to come
   const int32_t* index_ = nullptr;  // null: a position is a tile
+  const int32_t* bits_ = nullptr;   // null: no bit tiles
   int ratio_ = 1;
 };
 
@@ -94,7 +100,7 @@ struct KvTiles {
                   split,
                   num_splits)) {}
 
-  FA_HD bool next(KvTile& t) { return walk.next(t.n, t.full); }
+  FA_HD bool next(KvTile& t) { return walk.next(t.n, t.full, t.bits); }
 
   TileWalk walk;
 
@@ -129,7 +135,7 @@ struct QTiles {
                   key_begin,
                   block_m)) {}
 
-  FA_HD bool next(QTile& t) { return walk.next(t.m, t.full); }
+  FA_HD bool next(QTile& t) { return walk.next(t.m, t.full, t.bits); }
 
   TileWalk walk;
 

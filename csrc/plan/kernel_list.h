@@ -40,6 +40,8 @@ struct KernelRow {
   int64_t (*shared_bytes)(const AttnParams&, int block_m, int num_splits);  // and of all together
   CpuLaunch cpu;
   CudaLaunch cuda;
+  int arch_end = 0;    // first compute capability * 10 it no longer runs on; 0 is no end
+  int smem_bytes = 0;  // shared memory of a block; CUDA only
 };
 
 struct KernelList {

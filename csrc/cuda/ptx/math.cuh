@@ -1,0 +1,14 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Arithmetic of the special-function unit. One instruction a function.
+#pragma once
+
+namespace flash_attn::ptx {
+
+// ex2.approx.ftz: 2^x, relative error 2^-22; 0 for -inf.
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+}  // namespace flash_attn::ptx

@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Global memory -> a swizzled tile in shared memory, by all threads of a block. Rows are asked for
+// one by one, so packed, paged and grouped rows are all alike; a row that does not exist becomes
+// zero and is not read. Columns past the tensor's own are zero.
+#pragma once
+
+#include "core/pages.h"
+#include "core/rows.h"
+#include "cuda/ptx/cp_async.cuh"
+#include "cuda/tile/swizzle.cuh"
+
+namespace flash_attn {
+
+// Query-side rows of one head group: packed row r -> pointer.
+template <class Element>
+struct QueryRows {
+  const Element* base;
+  int64_t row, head;
+  int group, end;  // rows [0, end) exist
+
+  __device__ QueryRows(const TensorRef& t, const SeqInfo& seq, const PackedRows& rows)
+      : base(static_cast<const Element*>(t.ptr) + seq.q_offset(t, 0, rows.head_first)),
+        row(t.row),
+        head(t.head),
+        group(rows.group),
+        end(static_cast<int>(rows.rows(seq.q_len))) {}
+
+  // Rows [begin, end) lie `row` apart from `base`.
+  static constexpr int first = 0;
+  __device__ __forceinline__ bool even() const { return group == 1; }
+  __device__ __forceinline__ int64_t stride() const { return row; }
+
+  __device__ __forceinline__ const Element* operator()(int r) const {
+    if (r >= end) return nullptr;
+    if (group == 1) return base + r * row;
+    return base + (r / group) * row + (r % group) * head;
+  }
+};
+
+// Key-side rows of one head: slot j -> pointer. Holds references into the kernel's parameters,
+// which lie in constant memory.
+template <class Element>
+struct KeyRows {
+  const AttnParams& p;
+  const TensorRef& t;
+  const Element* base;
+  int batch, first, end;
+
+  __device__ __forceinline__ KeyRows(
+      const AttnParams& params, const TensorRef& tensor, const SeqInfo& seq, int batch_, int head)
+      : p(params), t(tensor), batch(batch_), first(seq.k_first), end(seq.k_len) {
+    base = static_cast<const Element*>(t.ptr) + head * t.head;
+    if (p.pages.table == nullptr) base += seq.k_offset(t, 0, 0);
+  }
+
+  __device__ __forceinline__ bool even() const { return p.pages.table == nullptr; }
+  __device__ __forceinline__ int64_t stride() const { return t.row; }
+
+  __device__ __forceinline__ const Element* operator()(int j) const {
+    if (j < first || j >= end) return nullptr;
+    if (p.pages.table == nullptr) return base + j * t.row;
+    const int64_t page = page_of(p.pages, batch, j);
+    if (page == kNoRow) return nullptr;
+    return base + page * t.batch + int64_t{j % p.pages.page_size} * t.row;
+  }
+};
+
+// Whether 16-byte copies may be used: every row begins at a multiple of 16 bytes and is whole
+// chunks.
+template <class Element>
+__device__ __forceinline__ bool copies_whole_chunks(const TensorRef& t, int dim) {
+  constexpr int kEach = 16 / sizeof(Element);
+  return (reinterpret_cast<uintptr_t>(t.ptr) % 16 | t.batch % kEach | t.row % kEach |
+          t.head % kEach | dim % kEach) == 0;
+}
+
+// One chunk, element by element: for rows that are not aligned, and the end of a row.
+template <class Element>
+__device__ __noinline__ void load_chunk_slowly(uint32_t smem, const Element* source, int count) {
+  uint16_t value[kChunk];
+#pragma unroll
+  for (int c = 0; c < kChunk; ++c) {
+    value[c] = source != nullptr && c < count ? reinterpret_cast<const uint16_t*>(source)[c] : 0;
+  }
+  uint32_t word[4];
+#pragma unroll
+  for (int w = 0; w < 4; ++w)
+    word[w] = value[2 * w] | uint32_t{value[2 * w + 1]} << 16;
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(smem), "r"(word[0]), "r"(word[1]),
+               "r"(word[2]), "r"(word[3])
+               : "memory");
+}
+
+// Rows [begin, begin + kRows) of `rows` -> the tile at `smem`. Asynchronous: the caller commits and
+// waits. Evenly spaced rows of whole chunks, the usual case, take a path without branches.
+template <int kRows, int kDim, int kThreads, class Rows>
+__device__ __forceinline__ void load_tile(
+    uint32_t smem, const Rows& rows, int begin, int dim, bool whole_chunks) {
+  constexpr int kChunks = kDim / kChunk, kStep = kThreads / kChunks;
+  static_assert(kThreads % kChunks == 0 && kRows % kStep == 0);
+  const int chunk = threadIdx.x % kChunks, first = threadIdx.x / kChunks;
+  const int column = chunk * kChunk;
+  if (whole_chunks && rows.even()) {
+    const int64_t stride = rows.stride();
+    const auto* source = rows.base + (begin + first) * stride + column;
+    // The swizzle of a row depends on row % 8, which steps of 8 rows leave alone.
+    static_assert(kStep % 8 == 0);
+    const uint32_t to = smem + tile_offset<kRows>(first, chunk);
+#pragma unroll
+    for (int r = 0; r < kRows; r += kStep) {
+      const int row = begin + first + r;
+      const bool live = row >= rows.first && row < rows.end && column < dim;
+      ptx::copy_async_16(to + r * 128, source + r * stride, live ? 16 : 0);
+    }
+    return;
+  }
+#pragma unroll 1
+  for (int r = first; r < kRows; r += kStep) {
+    const auto* source = rows(begin + r);
+    const uint32_t to = smem + tile_offset<kRows>(r, chunk);
+    if (whole_chunks) {
+      const bool live = source != nullptr && column < dim;
+      ptx::copy_async_16(to, live ? source + column : rows.base, live ? 16 : 0);
+    } else {
+      load_chunk_slowly(to, source == nullptr ? nullptr : source + column, dim - column);
+    }
+  }
+}
+
+}  // namespace flash_attn
