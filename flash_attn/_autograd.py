@@ -22,7 +22,7 @@ from ._ops import call
 # Positions of the differentiable inputs among the arguments of the operator `forward`, and their
 # number.
 _DIFFERENTIABLE = (0, 1, 2, 9, 10, 11)
-_NUM_FORWARD = 26
+_NUM_FORWARD = 29
 
 
 def attend(arguments: tuple) -> tuple[Tensor, Tensor]:
@@ -104,7 +104,7 @@ def _refuse_double_backward():
     )
 
 
-_NO_EXTRAS = (None,) * 11
+_NO_EXTRAS = (None,) * 14
 
 
 class EagerAttention(torch.autograd.Function):
@@ -114,12 +114,12 @@ class EagerAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, bias, slopes, sinks, lengths, arguments):
         out, lse = call(_ops.forward, *arguments)
-        extras = (*lengths, bias, slopes, sinks, *arguments[12:17])
+        extras = (*lengths, bias, slopes, sinks, *arguments[12:20])
         if extras == _NO_EXTRAS:  # the usual call: each None costs as much as a tensor
             ctx.save_for_backward(q, k, v, out, lse)
         else:
             ctx.save_for_backward(q, k, v, out, lse, *extras)
-        ctx.options = arguments[17:]
+        ctx.options = arguments[20:]
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -161,8 +161,8 @@ _apply_eager = super(torch.autograd.Function, EagerAttention).apply
 
 
 def _setup_context(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:6], *inputs[9:17], *output)
-    ctx.options = inputs[17:]
+    ctx.save_for_backward(*inputs[:6], *inputs[9:20], *output)
+    ctx.options = inputs[20:]
     ctx.has_backward = all(x is None for x in inputs[6:9])
 
 
@@ -271,8 +271,8 @@ def _no_gradient(name):
 def _vmap_forward(apply, size: int, in_dims, arguments):
     if size == 0:
         return _vmap_none(_vmap_forward, apply, in_dims, arguments)
-    lengths, bias, slopes, _sinks, *rest = arguments[3:9], *arguments[9:17]
-    if not _foldable(lengths, bias, slopes, rest, in_dims[9:17]):
+    lengths, bias, slopes, _sinks, *rest = arguments[3:9], *arguments[9:20]
+    if not _foldable(lengths, bias, slopes, rest, in_dims[9:20]):
         return _vmap_loop(apply, size, in_dims, arguments)
     folded = (_fold(x, dim, size) for x, dim in zip(arguments[:3], in_dims[:3], strict=True))
     return tuple(_unfold(x, size) for x in apply(*folded, *arguments[3:])), (0, 0)
@@ -282,9 +282,9 @@ def _vmap_backward(apply, size: int, in_dims, arguments):
     if size == 0:
         return _vmap_none(_vmap_backward, apply, in_dims, arguments)
     needs = arguments[-2]
-    lengths, bias, slopes, _sinks, *rest = arguments[7:10], *arguments[10:18]
+    lengths, bias, slopes, _sinks, *rest = arguments[7:10], *arguments[10:21]
     # Gradients of what the batch entries share would have to be kept apart: the loop does that.
-    if needs & ~7 or not _foldable(lengths, bias, slopes, rest, in_dims[10:18]):
+    if needs & ~7 or not _foldable(lengths, bias, slopes, rest, in_dims[10:21]):
         return _vmap_loop(apply, size, in_dims, arguments)
     folded = (_fold(x, dim, size) for x, dim in zip(arguments[:7], in_dims[:7], strict=True))
     grads = apply(*folded, *arguments[7:])
@@ -298,9 +298,9 @@ def _foldable(lengths, bias, slopes, rest, in_dims) -> bool:
     """Dense, without dropout, and nothing but q, k, v (and what belongs to them) depends on the
     batch.
 
-    rest: block_counts, block_index, their transposes, philox. in_dims: of bias and all after it.
+    rest: the lists of a block mask, its bits, philox. in_dims: of bias and all after it.
     """
-    *lists, philox = rest
+    *lists, _bits, philox = rest
     return (
         all(x is None for x in (*lengths, philox))
         and all(dim is None for dim in in_dims)

@@ -45,12 +45,15 @@ def attention(arguments: tuple) -> None:
     longest_q, longest_k = lengths(q, k, *lengths_and_pages)
     if bias is not None:
         _reach(bias, longest_q, longest_k)
-    counts, indices, counts_t, indices_t = arguments[12:16]
+    counts, indices, counts_t, indices_t, bits_index, bits_index_t, bits = arguments[12:19]
     if counts is not None:
         rows, columns = counts.shape[2], counts_t.shape[2]
         _block_list(counts, indices, columns)
         _block_list(counts_t, indices_t, rows)
-        block_q, block_k = arguments[22:24]
+        if bits is not None:
+            _bit_tiles(counts, bits_index, bits.shape[0])
+            _bit_tiles(counts_t, bits_index_t, bits.shape[0])
+        block_q, block_k = arguments[25:27]
         if longest_q > rows * block_q or longest_k > columns * block_k:
             _refuse(
                 f"block_mask has {rows} rows and {columns} columns of blocks of ({block_q}, "
@@ -212,6 +215,16 @@ def _block_list(counts: Tensor, indices: Tensor, columns: int) -> None:
         _refuse(
             f"block_mask's indices must ascend within 0 to {columns - 1}, got "
             f"{int(indices[wrong][0])} after {int(before[wrong][0])}"
+        )
+
+
+def _bit_tiles(counts: Tensor, bits_index: Tensor, tiles: int) -> None:
+    live = torch.arange(bits_index.shape[-1], device=counts.device) < counts[..., None]
+    wrong = live & ((bits_index < -1) | (bits_index >= tiles))
+    if bool(wrong.any()):
+        _refuse(
+            f"block_mask's bits_index must lie in 0 to {tiles - 1}, or be -1 for a whole block, "
+            f"got {int(bits_index[wrong][0])}"
         )
 
 

@@ -18,7 +18,7 @@ from .masks import BlockMask
 
 _Out = Tensor | tuple[Tensor, ...]
 _UNLIMITED = (-1, -1)
-_NO_LISTS, _NO_BLOCKS = (None,) * 4, (0, 0)
+_NO_LISTS, _NO_BLOCKS = (None,) * 7, (0, 0)
 
 
 def flash_attn_func(

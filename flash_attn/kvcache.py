@@ -95,7 +95,7 @@ def decode(
         attn_bias,
         alibi_slopes,
         sinks,
-        *((None,) * 4 if block_mask is None else block_mask.lists),
+        *((None,) * 7 if block_mask is None else block_mask.lists),
         None,
         scale,
         softcap,
@@ -114,7 +114,7 @@ def _step(arguments, block_mask, k, v, cos, sin, lengths, interleaved) -> tuple[
     `forward`, its lengths with the new keys, q not rotated yet; `lengths` are those before."""
     q, k_cache, v_cache = arguments[:3]
     leftpad, index, table, bias = arguments[6:10]
-    moving = max(arguments[20:22]) >= 0  # a window, so every query has a position of its own
+    moving = max(arguments[23:25]) >= 0  # a window, so every query has a position of its own
     is_reference = arguments[-1] == _checks.REFERENCE
     # The CPU's operators find all that is wrong in the lengths before the append, but this.
     late = leftpad is not None or block_mask is not None or (table is not None and bias is not None)

@@ -133,9 +133,10 @@ class BlockMask:
         return (*self.counts.shape, self.counts_t.shape[-1])
 
     @property
-    def lists(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """As the operators take them: counts, indices, counts_t, indices_t."""
-        return self.counts, self.indices, self.counts_t, self.indices_t
+    def lists(self) -> tuple[Tensor | None, ...]:
+        """As the operators take them: counts, indices, counts_t, indices_t, bits_index,
+        bits_index_t, bits."""
+        return self.counts, self.indices, self.counts_t, self.indices_t, None, None, None
 
     @property
     def device(self) -> torch.device:
@@ -157,7 +158,7 @@ class BlockMask:
 
     def to(self, device) -> BlockMask:
         """The same mask on another device."""
-        return BlockMask(self.block_size, *(x.to(device) for x in self.lists))
+        return BlockMask(self.block_size, *(x.to(device) for x in self.lists[:4]))
 
     def __repr__(self) -> str:
         return (

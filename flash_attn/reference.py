@@ -221,7 +221,7 @@ def from_operator(arguments: tuple, block_mask) -> dict:
     block_mask: the BlockMask whose lists stand among them, or None.
     """
     q, k, v, cu_q, cu_k, used, leftpad, index, table, bias, slopes, sinks = arguments[:12]
-    philox, scale, softcap, dropout_p, left, right = arguments[16:22]
+    philox, scale, softcap, dropout_p, left, right = arguments[19:25]
     return dict(
         q=q,
         k=k,

@@ -238,7 +238,7 @@ class Problem:
 def raw_forward(q, k, v, scale=1.0, window=(-1, -1), dropout_p=0.0, philox=None):
     """The registered operator itself, with nothing but what is named."""
     options = (scale, 0.0, dropout_p, *window, 0, 0, False, 0)
-    return torch.ops.flash_attn.forward(q, k, v, *(None,) * 13, philox, *options)
+    return torch.ops.flash_attn.forward(q, k, v, *(None,) * 16, philox, *options)
 
 
 def worst(ours, truth):

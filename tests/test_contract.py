@@ -247,7 +247,7 @@ def test_contract_operator_of_a_cache_has_no_backward():
     """Below the public functions too: the error comes with the call, not with the backward."""
     q = torch.randn(2, 3, 2, 8, requires_grad=True)
     options = (1.0, 0.0, 0.0, -1, -1, 0, 0, False, 0)
-    call = (q, q, q, None, None, None, ints(0, 1), *(None,) * 10, *options)
+    call = (q, q, q, None, None, None, ints(0, 1), *(None,) * 13, *options)
     with pytest.raises(NotImplementedError, match="leftpad_k"):
         _autograd.attend(call)
 

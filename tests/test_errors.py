@@ -46,7 +46,7 @@ def test_errors_raw_operator():
 
 def test_errors_raw_operator_is_typed_by_call():
     q, k = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 3, 8)
-    tail = (None,) * 14 + (1.0, 0.0, 0.0, -1, -1, 0, 0, False, 0)
+    tail = (None,) * 17 + (1.0, 0.0, 0.0, -1, -1, 0, 0, False, 0)
     with pytest.raises(ValueError, match="^flash_attn: "):
         _ops.call(_ops.forward, q, k, k, *tail)
 

@@ -21,7 +21,7 @@ def forward_args(device, dtype=torch.float32, grad=False, packed=False, features
     v = torch.randn(*shape, 2, 8, device=device, dtype=dtype, requires_grad=grad)
     cu = torch.tensor([0, 2, 7], dtype=torch.int32, device=device) if packed else None
     bias = slopes = sinks = None
-    blocks = NONE * 4
+    blocks = NONE * 7
     sizes = (0, 0)
     if features:
         bias = torch.randn(1, 4, 5, 5, device=device, dtype=dtype, requires_grad=grad)
@@ -30,7 +30,7 @@ def forward_args(device, dtype=torch.float32, grad=False, packed=False, features
         mask = flash_attn.BlockMask.from_dense(torch.ones(3, 2, dtype=torch.bool), (2, 4)).to(
             device
         )
-        blocks = (mask.counts, mask.indices, mask.counts_t, mask.indices_t)
+        blocks = mask.lists
         sizes = (2, 4)
     philox = torch.tensor([3, 5], device=device) if p else None
     tensors = (q, k, v, cu, cu, None, None, None, None, bias, slopes, sinks, *blocks, philox)
@@ -41,10 +41,10 @@ def backward_args(device, needs=7, **kind):
     """Arguments of flash_attn::backward, made by a forward call."""
     args = forward_args(device, **kind)
     out, lse = OPS.forward(*args)
-    q, k, v, cu_q, cu_k, used, _, _, _, bias, slopes, sinks, c, i, ct, it, philox = args[:17]
-    *options, _, family = args[17:]
+    q, k, v, cu_q, cu_k, used, _, _, _, bias, slopes, sinks = args[:12]
+    *options, _, family = args[20:]
     tensors = (torch.randn_like(out), torch.randn_like(lse), q, k, v, out, lse, cu_q, cu_k, used)
-    tensors += (bias, slopes, sinks, c, i, ct, it, philox)
+    tensors += (bias, slopes, sinks, *args[12:20])
     return (*tensors, *options, True, needs, family)
 
 

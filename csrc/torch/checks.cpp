@@ -148,6 +148,27 @@ void check_list(const OpInputs& in,
   }
 }
 
+// The bit tiles, and the lists of their numbers beside the lists of blocks.
+void check_bits(const OpInputs& in) {
+  if (!in.block_bits && !in.block_bits_index && !in.block_bits_index_t) return;
+  if (!in.block_bits || !in.block_bits_index ||
+      in.block_bits_index_t.has_value() != in.block_index_t.has_value()) {
+    raise("ValueError",
+          "block_mask's bits must come with an index beside each list of blocks, got some of them");
+  }
+  const auto check = [&](const Tensor& t, const char* name, const std::vector<int64_t>& sizes) {
+    check_dtype(t, name, ScalarType::Int);
+    check_device(t, name, in.q);
+    check_shape(t, name, sizes);
+  };
+  check(*in.block_bits_index, "block_mask's bits_index", sizes_of(*in.block_index));
+  if (in.block_bits_index_t)
+    check(*in.block_bits_index_t, "block_mask's bits_index_t", sizes_of(*in.block_index_t));
+  check_rank(*in.block_bits, "block_mask's bits", 3);
+  check(*in.block_bits, "block_mask's bits",
+        {in.block_bits->size(0), in.block_q, ceil_div<int64_t>(in.block_k, 32)});
+}
+
 void check_block_mask(const OpInputs& in) {
   constexpr int64_t kLongest = int64_t{1} << 30;  // LONGEST in flash_attn/masks.py
   if (in.block_q < 1 || in.block_k < 1 || in.block_q > kLongest || in.block_k > kLongest) {
@@ -157,6 +178,7 @@ void check_block_mask(const OpInputs& in) {
   check_list(in, in.block_counts, in.block_index, "forward lists");
   if (in.block_counts_t || in.block_index_t)
     check_list(in, in.block_counts_t, in.block_index_t, "transposed lists");
+  check_bits(in);
   const auto expect = [](const char* name, int64_t length, int64_t block, int64_t got) {
     if (got != ceil_div(length, block)) {
       raise("ValueError",
@@ -214,7 +236,7 @@ void check_scores(const OpInputs& in) {
     check_device(*in.sinks, "learnable_sink", in.q);
     check_shape(*in.sinks, "learnable_sink", {heads});
   }
-  if (in.block_counts || in.block_index) check_block_mask(in);
+  if (in.block_counts || in.block_index || in.block_bits) check_block_mask(in);
   if (in.philox) {
     check_dtype(*in.philox, "philox", ScalarType::Long);
     check_device(*in.philox, "philox", in.q);

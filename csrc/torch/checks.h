@@ -22,6 +22,7 @@ struct OpInputs {
   const OptTensor& block_table;
   const OptTensor &bias, &alibi_slopes, &sinks;
   const OptTensor &block_counts, &block_index, &block_counts_t, &block_index_t;
+  const OptTensor &block_bits_index, &block_bits_index_t, &block_bits;
   const OptTensor& philox;
   double softmax_scale, softcap, dropout_p;
   int64_t window_left, window_right, block_q, block_k;

@@ -50,7 +50,10 @@ void fill_lengths(Problem& problem, const OpInputs& in) {
   }
 }
 
-BlockList block_list(Problem& problem, const OptTensor& counts, const OptTensor& index) {
+BlockList block_list(Problem& problem,
+                     const OptTensor& counts,
+                     const OptTensor& index,
+                     const OptTensor& bits) {
   if (!counts) return {};
   const Tensor c = as_contiguous(*counts, problem.kept), i = as_contiguous(*index, problem.kept);
   BlockList list;
@@ -62,6 +65,7 @@ BlockList block_list(Problem& problem, const OptTensor& counts, const OptTensor&
   list.index_head = step(i, 1);
   list.rows = static_cast<int>(c.size(2));
   list.width = static_cast<int>(i.size(3));
+  if (bits) list.bits = int_data(as_contiguous(*bits, problem.kept));
   return list;
 }
 
@@ -72,8 +76,12 @@ void fill_mask(Problem& problem, const OpInputs& in) {
   if (!in.block_counts) return;
   mask.block_q = static_cast<int>(in.block_q);
   mask.block_k = static_cast<int>(in.block_k);
-  mask.blocks = block_list(problem, in.block_counts, in.block_index);
-  mask.blocks_t = block_list(problem, in.block_counts_t, in.block_index_t);
+  mask.blocks = block_list(problem, in.block_counts, in.block_index, in.block_bits_index);
+  mask.blocks_t = block_list(problem, in.block_counts_t, in.block_index_t, in.block_bits_index_t);
+  if (!in.block_bits) return;
+  mask.block_bits =
+      reinterpret_cast<const uint32_t*>(int_data(as_contiguous(*in.block_bits, problem.kept)));
+  mask.bit_tiles = narrowed(in.block_bits->size(0));
 }
 
 void fill_scores(Problem& problem, const OpInputs& in) {
@@ -165,8 +173,12 @@ int check_key_lengths(const AttnParams& p, int room) {
   return longest;
 }
 
-// Each line of a list: its count, and entries that ascend inside [0, columns).
-void check_block_list(const BlockList& list, const OptTensor& counts, int64_t columns) {
+// Each line of a list: its count, and entries that ascend inside [0, columns), with bit tiles that
+// exist.
+void check_block_list(const BlockList& list,
+                      const OptTensor& counts,
+                      int64_t columns,
+                      int bit_tiles) {
   const int64_t lines = counts->numel();
   for (int64_t line = 0; line < lines; ++line) {
     const int count = list.count[line];
@@ -182,6 +194,11 @@ void check_block_list(const BlockList& list, const OptTensor& counts, int64_t co
                                     ", got ", block, " after ", before));
       }
       before = block;
+      const int tile = list.bits == nullptr ? -1 : list.bits[line * list.width + entry];
+      if (tile < -1 || tile >= bit_tiles) {
+        raise("ValueError", message("block_mask's bits_index must lie in 0 to ", bit_tiles - 1,
+                                    ", or be -1 for a whole block, got ", tile));
+      }
     }
   }
 }
@@ -190,8 +207,8 @@ void check_block_mask(const AttnParams& p, const OpInputs& in) {
   const BlockList &blocks = p.mask.blocks, &blocks_t = p.mask.blocks_t;
   const bool transposed = blocks_t.index != nullptr;
   const int64_t columns = transposed ? blocks_t.rows : ceil_div<int64_t>(INT32_MAX, p.mask.block_k);
-  check_block_list(blocks, in.block_counts, columns);
-  if (transposed) check_block_list(blocks_t, in.block_counts_t, blocks.rows);
+  check_block_list(blocks, in.block_counts, columns, p.mask.bit_tiles);
+  if (transposed) check_block_list(blocks_t, in.block_counts_t, blocks.rows, p.mask.bit_tiles);
   const int64_t rows = int64_t{blocks.rows} * p.mask.block_q;
   if (p.seqlen_q > rows || p.seqlen_k > columns * p.mask.block_k) {
     raise("ValueError",

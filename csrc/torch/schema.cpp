@@ -13,7 +13,11 @@ STABLE_TORCH_LIBRARY(flash_attn, m) {
   //   pages bias (batch|1, heads|1, seqlen_q|1, seqlen_k|1), additive or bool (true is visible)
   //   alibi_slopes (heads,) or (batch, heads) fp32; sinks (heads,) fp32 (fp64 with fp64)
   //   block_counts (batch|1, heads|1, rows), block_index (…, rows, width) int32; *_t their
-  //   transpose philox (2,) int64 {seed, offset}, on q's device
+  //   transpose; block_bits_index, block_bits_index_t int32, of the shape of the indices: the bit
+  //   tile of a partly visible block, -1 of a whole one (null: all are whole); block_bits (tiles,
+  //   block_q, ceil(block_k / 32)) int32: bit j % 32 of word j / 32 of row i is set where query i
+  //   of the block sees its key j
+  //   philox (2,) int64 {seed, offset}, on q's device
   // `deterministic` is for the backward pass that autograd runs; the forward always is.
   // Returns out (shape of q, head_dim of v) and lse (batch, heads, seqlen_q) or (heads, total_q).
   m.def(
@@ -21,7 +25,8 @@ STABLE_TORCH_LIBRARY(flash_attn, m) {
       "Tensor? seqused_k, Tensor? leftpad_k, Tensor? cache_batch_idx, Tensor? block_table, "
       "Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, Tensor? block_counts, Tensor? "
       "block_index, "
-      "Tensor? block_counts_t, Tensor? block_index_t, Tensor? philox, float softmax_scale, "
+      "Tensor? block_counts_t, Tensor? block_index_t, Tensor? block_bits_index, "
+      "Tensor? block_bits_index_t, Tensor? block_bits, Tensor? philox, float softmax_scale, "
       "float softcap, float dropout_p, int window_left, int window_right, int block_q, int "
       "block_k, "
       "bool deterministic, int family) -> (Tensor out, Tensor lse)");
@@ -32,7 +37,8 @@ STABLE_TORCH_LIBRARY(flash_attn, m) {
       "backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
       "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k, Tensor? bias, "
       "Tensor? alibi_slopes, Tensor? sinks, Tensor? block_counts, Tensor? block_index, "
-      "Tensor? block_counts_t, Tensor? block_index_t, Tensor? philox, float softmax_scale, "
+      "Tensor? block_counts_t, Tensor? block_index_t, Tensor? block_bits_index, "
+      "Tensor? block_bits_index_t, Tensor? block_bits, Tensor? philox, float softmax_scale, "
       "float softcap, float dropout_p, int window_left, int window_right, int block_q, int "
       "block_k, "
       "bool deterministic, int needs, int family) -> "
