@@ -6,6 +6,7 @@ import pkgutil
 __path__ = pkgutil.extend_path(__path__, __name__)
 __version__ = "2.8.3"
 
+from .blocksparse import flash_attn_blocksparse_func
 from .explain import check, explain
 from .interface import (
     flash_attn_func,
@@ -22,6 +23,7 @@ __all__ = [
     "BlockMask",
     "check",
     "explain",
+    "flash_attn_blocksparse_func",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",

@@ -375,11 +375,18 @@ def sinks(learnable_sink, s_aux, q: Tensor) -> Tensor:
     return tensor.to(torch.float64 if q.dtype == torch.float64 else torch.float32).contiguous()
 
 
+def not_a_block_mask(mask) -> NoReturn:
+    kind, how = type(mask), ""
+    if kind.__module__ == "torch.nn.attention.flex_attention":
+        how = " of FlexAttention; convert it once, by BlockMask.from_flex_attention(block_mask)"
+    raise TypeError(
+        f"flash_attn: block_mask must be a flash_attn.BlockMask, got {kind.__name__}{how}"
+    )
+
+
 def block_mask(mask, q: Tensor, batch: int, seqlen_q: int | None, seqlen_k: int | None) -> None:
     if not isinstance(mask, BlockMask):
-        raise TypeError(
-            f"flash_attn: block_mask must be a flash_attn.BlockMask, got {type(mask).__name__}"
-        )
+        not_a_block_mask(mask)
     if mask.device != q.device:
         shape_error(f"block_mask must be on q's device, {q.device}, got {mask.device}")
     mask_batch, mask_heads, rows, columns = mask.shape
@@ -392,6 +399,11 @@ def block_mask(mask, q: Tensor, batch: int, seqlen_q: int | None, seqlen_k: int 
     sides = (("rows", rows, seqlen_q, 0), ("columns", columns, seqlen_k, 1))
     for name, blocks, length, side in sides:
         size = mask.block_size[side]
+        if length is not None and mask.seqlens is not None and mask.seqlens[side] != length:
+            shape_error(
+                f"block_mask was made for {'seqlen_q' if side == 0 else 'seqlen_k'} "
+                f"{mask.seqlens[side]}, got {length}"
+            )
         if length is not None and blocks != (length + size - 1) // size:
             shape_error(
                 f"block_mask must have {(length + size - 1) // size} block {name} for "

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""BlockMask: which blocks of queries see which blocks of keys, as index lists and their transposes.
+"""BlockMask: which blocks of queries see which blocks of keys, as index lists and their transposes,
+and for blocks that are partly visible the bits of their elements.
 
 Block (a, b) covers queries a * block_q … and keys b * block_k …, counted from the top left, inside
 each sequence. The kernels walk the lists, so a hidden block costs nothing; the backward pass walks
-the transposed ones.
+the transposed ones. Patterns: _block_patterns.py; how a rule becomes lists: _block_regions.py.
 """
 
 from __future__ import annotations
@@ -11,23 +12,53 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# No sequence is as long: a window is cut to it, a block is no larger, so positions plus either fit
-# 32 bits.
-LONGEST = 1 << 30
+from ._block_arguments import LONGEST, block_pair, int_tensor, integer, with_rank
+from ._block_patterns import Patterns
+from ._block_regions import HIDDEN, WHOLE, Grid, Predicate, Region, evaluate, lists, unpack
+
+__all__ = ["LONGEST", "BlockMask"]
+
+_PICTURE_ROWS, _PICTURE_COLUMNS = 24, 48  # of what print() draws
 
 
-class BlockMask:
-    """A block-sparse mask; make one with `from_dense` or `from_indices`.
+class BlockMask(Patterns):
+    """A block-sparse mask. Make one with
+
+        from_dense, from_indices          blocks that are given
+        from_predicate                    a function of (batch, head, query, key)
+        from_flex_attention               a mask of torch's FlexAttention
+        sliding_window, window_global, sink_window, prefix_lm, documents,
+        strided, fixed, dilated, butterfly, topk
+
+    and give it to any function as `block_mask`. `print(mask)` draws it. A row of blocks that sees
+    nothing gives out 0 and lse -inf, a column that nobody sees gradients of 0.
 
     Attributes:
         block_size: (block_q, block_k), in queries and keys.
+        seqlens: (seqlen_q, seqlen_k) the mask was made for; None where only blocks were given, then
+            any lengths with so many blocks will do. Not compared in packed calls.
         counts: (batch or 1, heads or 1, rows) int32, visible blocks of each block row.
         indices: (batch or 1, heads or 1, rows, width) int32, those blocks ascending, -1 at the end.
         counts_t: (batch or 1, heads or 1, columns) int32, the same seen from the block columns.
         indices_t: (batch or 1, heads or 1, columns, width_t) int32.
+        bits_index: shape of indices, int32: the bit tile of a partly visible block, -1 of a whole
+            one; None where all are whole.
+        bits_index_t: shape of indices_t; None likewise.
+        bits: (tiles, block_q, ceil(block_k / 32)) int32: bit j % 32 of word j / 32 of row i is set
+            where query i of the block sees its key j. Equal blocks share a tile. None likewise.
     """
 
-    __slots__ = ("block_size", "counts", "indices", "counts_t", "indices_t")
+    __slots__ = (
+        "block_size",
+        "seqlens",
+        "counts",
+        "indices",
+        "counts_t",
+        "indices_t",
+        "bits_index",
+        "bits_index_t",
+        "bits",
+    )
 
     def __init__(
         self,
@@ -36,10 +67,29 @@ class BlockMask:
         indices: Tensor,
         counts_t: Tensor,
         indices_t: Tensor,
+        bits_index: Tensor | None = None,
+        bits_index_t: Tensor | None = None,
+        bits: Tensor | None = None,
+        seqlens: tuple[int, int] | None = None,
     ):
-        self.block_size = block_size
+        self.block_size, self.seqlens = block_size, seqlens
         self.counts, self.indices = counts, indices
         self.counts_t, self.indices_t = counts_t, indices_t
+        self.bits_index, self.bits_index_t, self.bits = bits_index, bits_index_t, bits
+
+    @classmethod
+    def _from_state(cls, state: Tensor, bits: Tensor | None, size, seqlens=None) -> BlockMask:
+        """state: as `evaluate` returns it."""
+        counts, indices, tiles = lists(state)
+        counts_t, indices_t, tiles_t = lists(state.transpose(2, 3))
+        if bits is None or len(bits) == 0:
+            tiles = tiles_t = bits = None
+        return cls(size, counts, indices, counts_t, indices_t, tiles, tiles_t, bits, seqlens)
+
+    @classmethod
+    def _from_region(cls, region: Region, grid: Grid) -> BlockMask:
+        size, seqlens = (grid.block_q, grid.block_k), (grid.seqlen_q, grid.seqlen_k)
+        return cls._from_state(*evaluate(region, grid), size, seqlens)
 
     @classmethod
     def from_dense(cls, blocks: Tensor, block_size: int | tuple[int, int]) -> BlockMask:
@@ -59,9 +109,9 @@ class BlockMask:
         if not isinstance(blocks, Tensor) or blocks.dtype != torch.bool:
             found = blocks.dtype if isinstance(blocks, Tensor) else type(blocks).__name__
             raise TypeError(f"flash_attn: blocks must be a bool tensor, got {found}")
-        blocks = _with_rank(blocks, 4, "blocks")
-        size = _block_pair(block_size)
-        return cls(size, *_lists(blocks), *_lists(blocks.transpose(2, 3)))
+        blocks = with_rank(blocks, 4, "blocks")
+        size = block_pair(block_size)
+        return cls._from_state(torch.where(blocks, WHOLE, HIDDEN).int(), None, size)
 
     @classmethod
     def from_indices(
@@ -87,19 +137,17 @@ class BlockMask:
             TypeError: not integer tensors, block_size not of ints, columns no int.
             ValueError: shapes disagree, a count or a block out of range, a block twice in one list.
         """
-        for name, tensor in (("counts", counts), ("indices", indices)):
-            if not isinstance(tensor, Tensor) or tensor.dtype not in (torch.int32, torch.int64):
-                found = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-                raise TypeError(f"flash_attn: {name} must be an int32 or int64 tensor, got {found}")
+        int_tensor("counts", counts)
+        int_tensor("indices", indices)
         if indices.dim() != counts.dim() + 1 or indices.shape[:-1] != counts.shape:
             raise ValueError(
                 "flash_attn: indices must have the shape of counts and one dimension more, got "
                 f"{tuple(indices.shape)} and counts {tuple(counts.shape)}"
             )
-        size = _block_pair(block_size)
-        counts, indices = _with_rank(counts, 3, "counts"), _with_rank(indices, 4, "indices")
+        size = block_pair(block_size)
+        counts, indices = with_rank(counts, 3, "counts"), with_rank(indices, 4, "indices")
         width = indices.shape[-1]
-        columns = width if columns is None else _columns(columns)
+        columns = width if columns is None else integer("columns", columns, 0)
         counts = counts.to(indices.device)
         if counts.numel() and not bool(((counts >= 0) & (counts <= width)).all()):
             raise ValueError(
@@ -111,8 +159,7 @@ class BlockMask:
         if bool(wrong.any()):
             raise ValueError(
                 f"flash_attn: indices must lie in 0 to {columns - 1} (columns - 1) up to each "
-                f"list's "
-                f"count, got {int(indices[wrong][0])}"
+                f"list's count, got {int(indices[wrong][0])}"
             )
         places = torch.where(live, indices, columns).long()
         hits = torch.zeros(*counts.shape, columns + 1, dtype=torch.int32, device=indices.device)
@@ -122,10 +169,41 @@ class BlockMask:
             b, h, row, column = (int(x) for x in (hits > 1).nonzero()[0])
             raise ValueError(
                 f"flash_attn: indices names block {column} twice in the list of batch {b}, head "
-                f"{h}, "
-                f"row {row}"
+                f"{h}, row {row}"
             )
         return cls.from_dense(hits > 0, size)
+
+    @classmethod
+    def from_flex_attention(cls, block_mask) -> BlockMask:
+        """Makes a mask from one of torch.nn.attention.flex_attention.
+
+        Its mask_mod is looked at in the partial blocks alone; those it lists as full are taken at
+        its word. It is called with index tensors that broadcast, not one index at a time.
+
+        Args:
+            block_mask: a torch.nn.attention.flex_attention.BlockMask of batch or 1, heads or 1.
+        Returns:
+            The mask, of the same blocks and lengths, on the same device.
+        Raises:
+            TypeError: another object; a mask_mod that returns no bool tensor.
+            ValueError: a mask_mod whose result does not broadcast.
+        Source: https://arxiv.org/abs/2412.05496
+        """
+        for name in ("kv_num_blocks", "kv_indices", "mask_mod", "BLOCK_SIZE", "seq_lengths"):
+            if not hasattr(block_mask, name):
+                raise TypeError(
+                    "flash_attn: block_mask must be a torch.nn.attention.flex_attention.BlockMask, "
+                    f"got {type(block_mask).__name__}"
+                )
+        size = block_pair(block_mask.BLOCK_SIZE)
+        counts = block_mask.kv_num_blocks
+        batch, heads, _ = counts.shape
+        grid = Grid(batch, heads, *block_mask.seq_lengths, *size, counts.device)
+        some = _listed(counts, block_mask.kv_indices, grid)
+        whole = torch.zeros_like(some)
+        if block_mask.full_kv_num_blocks is not None:
+            whole = _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, grid)
+        return cls._from_region(Predicate(block_mask.mask_mod, some | whole, whole), grid)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -136,7 +214,15 @@ class BlockMask:
     def lists(self) -> tuple[Tensor | None, ...]:
         """As the operators take them: counts, indices, counts_t, indices_t, bits_index,
         bits_index_t, bits."""
-        return self.counts, self.indices, self.counts_t, self.indices_t, None, None, None
+        return (
+            self.counts,
+            self.indices,
+            self.counts_t,
+            self.indices_t,
+            self.bits_index,
+            self.bits_index_t,
+            self.bits,
+        )
 
     @property
     def device(self) -> torch.device:
@@ -144,71 +230,116 @@ class BlockMask:
 
     @property
     def density(self) -> float:
-        """Visible blocks over all blocks; 0.0 when there are none. Synchronises on a GPU."""
+        """Visited blocks, whole or partial, over all blocks: what time goes with; 0.0 when there
+        are none. Synchronises on a GPU."""
         total = self.counts.numel() * self.counts_t.shape[-1]
         return int(self.counts.sum()) / total if total else 0.0
 
-    def to_dense(self) -> Tensor:
-        """One bool per block, (batch or 1, heads or 1, rows, columns)."""
+    @property
+    def element_density(self) -> float:
+        """Visible elements over all elements, of whole blocks where the lengths are not known; 0.0
+        when there are none. Synchronises on a GPU."""
         batch, heads, rows, columns = self.shape
-        live = torch.arange(self.indices.shape[-1], device=self.device) < self.counts[..., None]
-        places = torch.where(live, self.indices, columns).long()
-        blocks = torch.zeros(batch, heads, rows, columns + 1, dtype=torch.bool, device=self.device)
-        return blocks.scatter(-1, places, True)[..., :columns].contiguous()
+        seqlens = self.seqlens or (rows * self.block_size[0], columns * self.block_size[1])
+        total = batch * heads * seqlens[0] * seqlens[1]
+        if total == 0:
+            return 0.0
+        state = self._state()
+        heights, widths = (
+            (length - torch.arange(count, device=self.device) * size).clamp(max=size)
+            for length, count, size in zip(seqlens, (rows, columns), self.block_size, strict=True)
+        )
+        areas = (heights[:, None] * widths).expand(state.shape)
+        seen = int(areas[state == WHOLE].sum())
+        cut = (state >= 0).nonzero()
+        step = max(1, (1 << 22) // (self.block_size[0] * self.block_size[1]))
+        for places in cut.split(step):
+            tiles = unpack(self.bits[state[tuple(places.unbind(1))].long()], self.block_size[1])
+            live_q = torch.arange(self.block_size[0], device=self.device) < heights[places[:, 2:3]]
+            live_k = torch.arange(self.block_size[1], device=self.device) < widths[places[:, 3:4]]
+            seen += int((tiles & live_q[:, :, None] & live_k[:, None, :]).sum())
+        return seen / total
+
+    def to_dense(self) -> Tensor:
+        """One bool per block, True where something of it is visible: (batch or 1, heads or 1, rows,
+        columns)."""
+        return self._state() != HIDDEN
+
+    def to_elements(self) -> Tensor:
+        """One bool per element, (batch or 1, heads or 1, seqlen_q, seqlen_k), of whole blocks where
+        the lengths are not known. Costs memory of that size: for tests and small pictures."""
+        _, _, rows, columns = self.shape
+        seqlens = self.seqlens or (rows * self.block_size[0], columns * self.block_size[1])
+        return self.visible(*(torch.arange(n, device=self.device) for n in seqlens))
+
+    def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Which of some queries see which of some keys; both 1-D, int64, inside the blocks.
+
+        Returns (batch or 1, heads or 1, len(queries), len(keys)), bool.
+        """
+        (block_q, block_k), state = self.block_size, self._state()
+        state = state[:, :, queries // block_q][..., keys // block_k]
+        if self.bits is None:
+            return state == WHOLE
+        words = self.bits[
+            state.clamp(min=0).long(),
+            (queries % block_q)[:, None],
+            (keys % block_k // 32)[None, :],
+        ]
+        bit = (words >> (keys % block_k % 32).int() & 1).bool()
+        return (state == WHOLE) | ((state >= 0) & bit)
 
     def to(self, device) -> BlockMask:
         """The same mask on another device."""
-        return BlockMask(self.block_size, *(x.to(device) for x in self.lists[:4]))
+        moved = (None if x is None else x.to(device) for x in self.lists)
+        return BlockMask(self.block_size, *moved, self.seqlens)
+
+    def _state(self) -> Tensor:
+        """(batch or 1, heads or 1, rows, columns) int32: HIDDEN, WHOLE or a bit tile."""
+        batch, heads, rows, columns = self.shape
+        live = torch.arange(self.indices.shape[-1], device=self.device) < self.counts[..., None]
+        places = torch.where(live, self.indices, columns).long()
+        tiles = torch.full_like(places, WHOLE) if self.bits_index is None else self.bits_index
+        room = (batch, heads, rows, columns + 1)
+        state = torch.full(room, HIDDEN, dtype=torch.int32, device=self.device)
+        return state.scatter(-1, places, tiles.int())[..., :columns].contiguous()
 
     def __repr__(self) -> str:
         return (
             f"BlockMask(shape={self.shape}, block_size={self.block_size}, "
-            f"density={self.density:.3f}, device={str(self.device)!r})"
+            f"seqlens={self.seqlens}, density={self.density:.3f}, device={str(self.device)!r})"
         )
 
-
-def _lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Counts (…, rows) and ascending lists (…, rows, longest), int32, padded with -1."""
-    counts = blocks.sum(-1, dtype=torch.int32)
-    width = int(counts.max()) if counts.numel() else 0
-    # A stable sort puts the visible columns first, in their own order.
-    order = torch.argsort(~blocks, dim=-1, stable=True)[..., :width].int()
-    live = torch.arange(width, device=blocks.device) < counts[..., None]
-    return counts, torch.where(live, order, -1)
-
-
-def _with_rank(tensor: Tensor, rank: int, name: str) -> Tensor:
-    """Puts dimensions of size 1 in front; at least (rows,) for counts, (rows, columns) for
-    blocks."""
-    if not rank - 2 <= tensor.dim() <= rank:
-        raise ValueError(
-            f"flash_attn: {name} must have {rank - 2} to {rank} dimensions, got shape "
-            f"{tuple(tensor.shape)}"
-        )
-    return tensor.reshape((1,) * (rank - tensor.dim()) + tuple(tensor.shape))
+    def __str__(self) -> str:
+        """`repr` and a picture of the first batch entry and head: # wholly visible, + partly, .
+        hidden; a character stands for several blocks where there are many."""
+        batch, heads, rows, columns = self.shape
+        lines = [repr(self)]
+        if self.device.type == "meta" or 0 in self.shape:
+            return lines[0]
+        tall, wide = -(-rows // _PICTURE_ROWS), -(-columns // _PICTURE_COLUMNS)
+        if batch * heads > 1:
+            lines.append(f"batch entry 0, head 0 of {batch} x {heads}:")
+        if tall * wide > 1:
+            lines.append(f"a character is {tall} x {wide} blocks:")
+        state = self._state()[0, 0].cpu()
+        for begin in range(0, rows, tall):
+            pieces = state[begin : begin + tall].split(wide, 1)
+            lines.append("".join(_character(piece) for piece in pieces))
+        return "\n".join(lines)
 
 
-def _is_int(x) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool)
+def _character(state: Tensor) -> str:
+    if bool((state == WHOLE).all()):
+        return "#"
+    return "." if bool((state == HIDDEN).all()) else "+"
 
 
-def _columns(columns) -> int:
-    if not _is_int(columns):
-        raise TypeError(f"flash_attn: columns must be an int, got {type(columns).__name__}")
-    if columns < 0:
-        raise ValueError(f"flash_attn: columns must be >= 0, got {columns}")
-    return columns
-
-
-def _block_pair(block_size: int | tuple[int, int]) -> tuple[int, int]:
-    pair = (block_size, block_size) if _is_int(block_size) else block_size
-    if not isinstance(pair, (tuple, list)) or not all(_is_int(x) for x in pair):
-        raise TypeError(
-            f"flash_attn: block_size must be an int or a pair of ints, got {block_size!r}"
-        )
-    if len(pair) != 2 or not all(1 <= x <= LONGEST for x in pair):
-        raise ValueError(
-            f"flash_attn: block_size must be an int from 1 to 2**30 or a pair of them, got "
-            f"{block_size!r}"
-        )
-    return tuple(pair)
+def _listed(counts: Tensor, indices: Tensor, grid: Grid) -> Tensor:
+    """Lists of blocks as bools, (batch or 1, heads or 1, rows, columns); blocks past the keys are
+    dropped."""
+    live = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
+    places = torch.where(live & (indices < grid.columns), indices, grid.columns).long()
+    shape = (*counts.shape, grid.columns + 1)
+    blocks = torch.zeros(shape, dtype=torch.bool, device=indices.device)
+    return blocks.scatter_(-1, places, True)[..., : grid.rows, : grid.columns]

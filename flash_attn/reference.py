@@ -25,7 +25,7 @@ from torch import Tensor
 
 from . import _contents
 from ._philox import keep_below, keep_mask
-from .masks import LONGEST
+from .masks import LONGEST, BlockMask
 
 
 @dataclass
@@ -41,8 +41,7 @@ class Problem:
     alibi_slopes: Tensor | None
     bias: Tensor | None  # 4-D, additive or bool
     sinks: Tensor | None
-    blocks: Tensor | None  # (batch | 1, heads | 1, rows, columns), bool
-    block_size: tuple[int, int]
+    blocks: BlockMask | None
     keep_below: int
     philox: Tensor | None
     cu_seqlens_q: Tensor | None
@@ -285,8 +284,7 @@ def _problem(
         alibi_slopes=alibi_slopes,
         bias=attn_bias,
         sinks=learnable_sink,
-        blocks=None if block_mask is None else block_mask.to_dense().to(q.device),
-        block_size=(1, 1) if block_mask is None else block_mask.block_size,
+        blocks=None if block_mask is None else block_mask.to(q.device),
         keep_below=below,
         philox=philox,
         cu_seqlens_q=cu_seqlens_q,
@@ -362,17 +360,16 @@ def _scores(problem: Problem, sequence: Sequence) -> tuple[Tensor, Tensor]:
     if sequence.present is not None:
         visible = visible & sequence.present
     if p.blocks is not None:
-        blocks = _of_batch(p.blocks, sequence.batch)
-        row, column = i[:, 0] // p.block_size[0], j[0] // p.block_size[1]
-        if (row.numel() and q_len > blocks.shape[2] * p.block_size[0]) or (
-            column.numel() and sequence.k_len > blocks.shape[3] * p.block_size[1]
-        ):
+        rows, columns = (
+            count * size
+            for count, size in zip(p.blocks.shape[2:], p.blocks.block_size, strict=True)
+        )
+        if (i.numel() and q_len > rows) or (j.numel() and sequence.k_len > columns):
             raise ValueError(
-                f"flash_attn: block_mask has {tuple(blocks.shape[2:])} blocks of {p.block_size}, "
-                f"too few "
-                f"for a sequence of {q_len} queries and {sequence.k_len} keys"
+                f"flash_attn: block_mask has {p.blocks.shape[2:]} blocks of {p.blocks.block_size}, "
+                f"too few for a sequence of {q_len} queries and {sequence.k_len} keys"
             )
-        visible = visible & blocks[:, :, row][..., column]
+        visible = visible & _of_batch(p.blocks.visible(i[:, 0], j[0]), sequence.batch)
     if p.bias is not None:
         bias = _of_batch(p.bias, sequence.batch)
         if bias.shape[2] != 1:

@@ -165,7 +165,7 @@ class Backward {
       for (KvTile t; walk.next(t);) {
         const int key = t.n * job.plan->block_n;
         const KeyTile tile{key, min_of(key + job.plan->block_n, seq.k_len)};
-        Step::scores_of(p, scratch, head, lanes, tile, [&](int keys) {
+        Step::scores_of(p, scratch, head, lanes, tile, t.bits, [&](int keys) {
           online_softmax<Arch, Number>(scratch.s, m, l, alpha, keys);
         });
       }
@@ -256,7 +256,7 @@ class Backward {
         const int end = min_of((t.m + 1) * block_m, head.seq.q_len);
         for (int i = t.m * block_m, slot = t.m * tile_slots; i < end; i += kPanel, ++slot) {
           const Lanes lanes(PackedRows(1, query_head), i, min_of(kPanel, end - i));
-          KeySpan seen = key_span(head.mask, lanes.first, lanes.last, tile.begin, tile.end);
+          KeySpan seen = key_span(head.mask, lanes.first, lanes.last, tile.begin, tile.end, t.bits);
           if (seen.begin >= seen.end) continue;
           Step::panel_step(p, scratch, head, lanes, tile.begin, seen,
                            dq == nullptr ? nullptr : dq + slot * slot_size(p));

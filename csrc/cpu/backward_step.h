@@ -205,16 +205,17 @@ struct BackwardStep {
   }
 
   // Packs the keys of a tile and one panel of queries, and calls use(keys) with their scores in
-  // scratch.s.
+  // scratch.s. bits: as in KeySpan.
   template <class Use>
   static void scores_of(const AttnParams& p,
                         const Scratch& scratch,
                         const Head& head,
                         const Lanes& lanes,
                         const KeyTile& tile,
+                        int bits,
                         const Use& use) {
     const Widths w(p);
-    const KeySpan seen = key_span(head.mask, lanes.first, lanes.last, tile.begin, tile.end);
+    const KeySpan seen = key_span(head.mask, lanes.first, lanes.last, tile.begin, tile.end, bits);
     if (seen.begin >= seen.end) return;
     pack_keys(scratch.k, head, p.k, p.head_dim, w.q, tile,
               round_up(tile.end - tile.begin, S::kRows));

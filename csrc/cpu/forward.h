@@ -161,7 +161,7 @@ class Forward {
       const int key_begin = t.n * job.plan->block_n;
       const int key_end = min_of(key_begin + job.plan->block_n, seq.k_len);
       step(p, scratch, seq, mask, task, head_k, panels,
-           key_span(mask, first, end - 1, key_begin, key_end));
+           key_span(mask, first, end - 1, key_begin, key_end, t.bits));
     }
     for (int panel = 0; panel < panels; ++panel)
       finish(job, scratch, seq, task, panel);
@@ -195,7 +195,8 @@ class Forward {
   // sequence alone decides, whatever tiles the plan chose: a result does not depend on the batch.
   static bool few_rows(const AttnParams& p, const SeqInfo& seq, const Task& task) {
     return Number::kPair == 1 && task.rows.rows(seq.q_len) <= min_of(kFewRows, kPanel) &&
-           seq.k_len >= kFewRowsLeastKeys && !has_features(p) && p.dropout.philox == nullptr;
+           seq.k_len >= kFewRowsLeastKeys && !has_features(p) && p.dropout.philox == nullptr &&
+           p.mask.block_bits == nullptr;
   }
 
   // One key tile, cut to the keys [span.begin, span.end) that some row of the task may see.
@@ -236,7 +237,7 @@ class Forward {
     for (int panel = 0; panel < panels; ++panel) {
       const int begin = task.begin + panel * kPanel;
       const Lanes lanes(task.rows, begin, min_of(task.end - begin, kPanel));
-      KeySpan seen = key_span(mask, lanes.first, lanes.last, span.begin, span.end);
+      KeySpan seen = key_span(mask, lanes.first, lanes.last, span.begin, span.end, span.bits);
       if (seen.begin >= seen.end) continue;
       seen.full &= !some_missing;
       panel_step(p, scratch, mask, lanes, task.batch, panel, span.begin, seen, missing);

@@ -61,17 +61,21 @@ static inline int64_t lse_rows(const AttnParams& p) {
   return (packed ? p.seq_q.total : int64_t{p.batch} * p.seqlen_q) * p.heads_q;
 }
 
-// The part [begin, end) of a key tile that a panel may see; `full` when it sees all of it.
+// The part [begin, end) of a key tile that a panel may see; `full` when it sees all of it. bits:
+// the bit tile of the tile's block (core/mask.h), -1 when there is none.
 struct KeySpan {
   int begin, end;
   bool full;
+  int bits;
 };
 
-static inline KeySpan key_span(const Mask& mask, int first, int last, int key_begin, int key_end) {
+static inline KeySpan key_span(
+    const Mask& mask, int first, int last, int key_begin, int key_end, int bits) {
   KeySpan span;
   span.begin = max_of(key_begin, mask.first_key(first));
   span.end = min_of(key_end, mask.end_key(last));
-  span.full = mask.first_key(last) <= span.begin && span.end <= mask.end_key(first);
+  span.full = bits < 0 && mask.first_key(last) <= span.begin && span.end <= mask.end_key(first);
+  span.bits = bits;
   return span;
 }
 
@@ -229,6 +233,41 @@ void apply_mask(typename Number::Acc* scores,
   }
 }
 
+// -inf where bit tile `tile` says so: keys [key, key + keys) of one block, those past it untouched.
+// The bits of 32 keys are one word of each lane's row, looked at one key at a time.
+template <class Arch, class Number>
+void apply_bits(typename Number::Acc* scores,
+                const MaskSpec& spec,
+                const Panel<Arch, Number>& panel,
+                int tile,
+                int key,
+                int keys) {
+  using Acc = typename Number::Acc;
+  using S = Shape<Arch, Number>;
+  using V = typename S::V;
+  using I = Vec<Int<Acc>, Arch>;
+  if (tile >= spec.bit_tiles) return;
+  const V hidden = splat<V>(-std::numeric_limits<Acc>::infinity());
+  const int words = ceil_div(spec.block_k, 32), first = key % spec.block_k;
+  const uint32_t* bits = spec.block_bits + int64_t{tile} * spec.block_q * words;
+  Int<Acc> lanes[S::kPanel];
+  const int end = min_of(first + keys, spec.block_k);
+  for (int k = first; k < end;) {
+    const int next = min_of((k / 32 + 1) * 32, end);
+    for (int l = 0; l < S::kPanel; ++l)
+      lanes[l] = bits[panel.position[l] % spec.block_q * words + k / 32] >> (k % 32);
+    for (; k < next; ++k) {
+      Acc* at = scores + int64_t{k - first} * S::kPanel;
+      for (int v = 0; v < Arch::kVectors; ++v) {
+        const I word = load<I>(lanes + v * S::kLane);
+        const V s = load<V>(at + v * S::kLane);
+        store(at + v * S::kLane, (word & 1) != 0 ? s : hidden);
+        store(lanes + v * S::kLane, word >> 1);
+      }
+    }
+  }
+}
+
 // ---- scores
 
 // The packed keys that a span needs, in whole rows of gemm.h: `keys` of them from key `key`, which
@@ -270,6 +309,7 @@ void panel_scores(typename Number::Acc* scores,
     apply_mask(scores, mask, panel, seen, missing == nullptr ? nullptr : missing + at.skip, at.key,
                at.keys);
   }
+  if (seen.bits >= 0) apply_bits(scores, p.mask, panel, seen.bits, at.key, at.keys);
 }
 
 // ---- softmax
