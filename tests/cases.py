@@ -42,6 +42,7 @@ class Case:
     sinks: bool = False
     dropout: float = 0.0
     blocks: tuple = ()  # (block_q, block_k)
+    bits: bool = False  # some of the blocks are partly visible
     lse_grad: bool = False
     deterministic: bool = False
     scale: float | None = None
@@ -113,6 +114,7 @@ def _with_lengths(row):
     row["heads"], row["heads_k"] = row.pop("head_counts")
     row["head_dim"], row["head_dim_v"] = row.pop("dims")
     row["causal"], row["window"] = row.pop("mask")
+    row["blocks"], row["bits"] = row.pop("blocks")
     return Case(**row)
 
 
@@ -195,7 +197,7 @@ _FEATURE_AXES = {
     "bias_fp32": [False, True],
     "sinks": [False, True],
     "dropout": [0.0, 0.25],
-    "blocks": [(), (16, 16), (32, 16)],
+    "blocks": [((), False), ((16, 16), False), ((32, 16), True)],  # and whether cut by bits
     "lse_grad": [False, True],
     "deterministic": [False, True],
     "scale": [None, 0.3],
@@ -231,6 +233,8 @@ CORNERS = [
     Case(blocks=(64, 64), seqlen_q=100, seqlen_k=200, causal=True, dtype="bf16"),
     Case(blocks=(1, 1), seqlen_q=20, seqlen_k=30),
     Case(blocks=(128, 8), seqlen_q=100, seqlen_k=30, heads_k=4),
+    Case(blocks=(64, 64), bits=True, seqlen_q=100, seqlen_k=200, causal=True, dtype="bf16"),
+    Case(blocks=(24, 40), bits=True, packed=True, sinks=True, lse_grad=True),
 ]
 
 ALL = REGULAR + IRREGULAR + FEATURES + CORNERS

@@ -111,7 +111,28 @@ class Problem:
         counts = [-(-self.longest[0] // size_q), -(-self.longest[1] // size_k)]
         blocks = torch.rand(self.batch, self.case.heads, *counts, generator=self.rng) < 0.6
         blocks[:, :1, :1] = False  # a block row without a key
-        return blocks.to(self.device)
+        if not self.case.bits:
+            return blocks.to(self.device)
+        # By element: a part of the blocks cut at random, with rows and columns that nobody sees.
+        wide = blocks.repeat_interleave(size_q, 2).repeat_interleave(size_k, 3)
+        seen = torch.rand(self.batch, self.case.heads, *self.longest, generator=self.rng) < 0.7
+        seen[:, :, 5::11] = False
+        seen[..., 3::13] = False
+        whole = torch.rand(blocks.shape, generator=self.rng) < 0.3
+        whole = whole.repeat_interleave(size_q, 2).repeat_interleave(size_k, 3)
+        rows, columns = self.longest
+        return ((seen | whole[:, :, :rows, :columns]) & wide[:, :, :rows, :columns]).to(self.device)
+
+    def block_mask(self):
+        """The argument: of whole blocks, or of the elements that `bits` asks for."""
+        if not self.case.bits:
+            return flash_attn.BlockMask.from_dense(self.blocks, self.case.blocks)
+        return flash_attn.BlockMask.from_predicate(
+            lambda b, h, q, k: self.blocks[b, h, q, k],
+            *self.blocks.shape,
+            self.case.blocks,
+            self.device,
+        )
 
     def lse_shape(self):
         if self.case.packed:
@@ -131,7 +152,7 @@ class Problem:
         renamed = {"bias": "attn_bias", "slopes": "alibi_slopes", "sinks": "learnable_sink"}
         args |= {renamed[name]: self.leaves[name] for name in renamed if name in self.leaves}
         if self.blocks is not None:
-            args["block_mask"] = flash_attn.BlockMask.from_dense(self.blocks, case.blocks)
+            args["block_mask"] = self.block_mask()
         return args
 
     def call(self, backend=None, **more):
@@ -176,7 +197,7 @@ class Problem:
         window = (case.window[0], 0) if case.causal else case.window
         rule = oracle.Rule(scale, window, case.softcap, dropout_p=case.dropout)
         if self.blocks is not None:
-            rule.blocks, rule.block_size = self.blocks[b], case.blocks
+            rule.blocks, rule.block_size = self.blocks[b], (1, 1) if case.bits else case.blocks
         if keep is not None:
             len_q, len_k = self.longest
             if case.packed:
