@@ -408,7 +408,7 @@ class Build(build_ext):
 os.chdir(ROOT)
 PLAN = sources("plan/*.cpp")
 CPU = [f"csrc/torch/{name}.cpp" for name in ("schema", "ops_cpu", "ops_cache")]
-CUDA = ["csrc/torch/ops_cuda.cpp"]
+CUDA = [f"csrc/torch/{name}.cpp" for name in ("cuda_device", "ops_cuda", "ops_cuda_cache")]
 BOTH = [path for path in sources("torch/*.cpp") if path not in CPU + CUDA] + PLAN
 CPU += sources("cpu/*.cpp")
 CUDA += sources("cuda/inst/*.cpp", "cuda/inst/*.cu")

@@ -43,7 +43,8 @@ ALLOWED = {
     ),
     "cuda": (["core/"], ["cuda"]),  # launch.h
     "torch": (  # of cpu/ only the functions that take plain parameters
-        ["core/", "plan/", "torch/", "cpu/isa.h", "cpu/delta.h", "cpu/append.h", "cpu/rotary.h"],
+        ["core/", "plan/", "torch/", "cpu/isa.h", "cpu/delta.h", "cpu/append.h", "cpu/rotary.h"]
+        + ["cuda/support/launchers.h"],
         ["torch/", "cuda_runtime.h", "Python.h"],
     ),
     "host": (["core/", "plan/", "host/"], ["pybind11/"]),

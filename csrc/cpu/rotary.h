@@ -1,32 +1,13 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Rotary position embedding of one row of one head, and of whole tensors (rotary.cpp).
-//
-// The first 2 * half elements of a row are `half` pairs; pair c at position t is turned by the
-// angle whose cosine and sine are cos[t][c], sin[t][c]. Pairs are elements (c, c + half) or,
-// interleaved, (2c, 2c + 1). Arithmetic in fp32, with fp64 rows fp64. Whoever calls has checked
-// that positions lie in the tables.
+// Rotary position embedding (core/cache.h) of one row of one head, and of whole tensors
+// (rotary.cpp).
+// Whoever calls has checked that positions lie in the tables.
 #pragma once
 
+#include "core/cache.h"
 #include "cpu/elementwise.h"
 
 namespace flash_attn::cpu {
-
-struct RotaryTables {
-  const void *cos = nullptr, *sin = nullptr;  // (positions, half); null: no rotation
-  int64_t cos_row = 0, sin_row = 0;           // strides
-  int half = 0;
-  DType dtype = DType::kF32;  // of the tables
-  uint8_t interleaved = 0;
-};
-
-struct RotaryParams {
-  TensorRef x, out;  // (batch, seqlen, heads, head_dim)
-  int batch = 0, seqlen = 0, heads = 0, head_dim = 0;
-  DType dtype = DType::kF32;
-  const int32_t* offsets = nullptr;  // (batch,)
-  uint8_t per_row = 0;               // row i stands at offsets[b] + i, else at offsets[b]
-  RotaryTables tables;
-};
 
 void rotary(const RotaryParams& params, int workers, ParallelFor parallel_for);
 

@@ -20,4 +20,15 @@ cudaError_t launch(
   return cudaLaunchKernelEx(&config, kernel, Params(args)...);
 }
 
+// Compute capability * 10 for which the code of a kernel that the current device takes was
+// compiled; 0 when there is none for it.
+inline int code_architecture(const void* kernel) {
+  cudaFuncAttributes attributes;
+  if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess) {
+    cudaGetLastError();  // nobody else's
+    return 0;
+  }
+  return attributes.ptxVersion;
+}
+
 }  // namespace flash_attn

@@ -29,8 +29,10 @@ void register_table(const py::capsule& capsule) {
   if (std::find(tables.begin(), tables.end(), table) != tables.end()) return;
   tables.push_back(table);
   lists.insert(lists.end(), table->lists, table->lists + table->size);
+  // Each table is in the order in which its rows are tried; GPUs first.
   std::stable_sort(lists.begin(), lists.end(), [](const KernelList* a, const KernelList* b) {
-    return (a->size ? a->rows[0].arch : 0) > (b->size ? b->rows[0].arch : 0);
+    const auto on_gpu = [](const KernelList* list) { return list->size && list->rows[0].arch > 0; };
+    return on_gpu(a) && !on_gpu(b);
   });
 }
 
@@ -47,6 +49,8 @@ py::dict row_dict(const KernelRow& row) {
   d["score"] = row.score == Score::kPlain ? "plain" : "general";
   d["block_m"] = row.block_m;
   d["block_n"] = row.block_n;
+  d["arch_end"] = row.arch_end;
+  d["smem_bytes"] = row.smem_bytes;
   return d;
 }
 
@@ -118,6 +122,7 @@ AttnParams parse_params(Description& d) {
     throw py::value_error("flash_attn: heads_q must be a multiple of heads_k, got " +
                           std::to_string(p.heads_q) + " and " + std::to_string(p.heads_k));
   }
+  p.softmax_scale = d.take("softmax_scale", 1.0);
   p.softcap = d.take("softcap", 0.0);
   p.bias.ptr = present<double>(d.take("bias", false));
   p.alibi.slopes = present<float>(d.take("alibi", false));
@@ -178,11 +183,21 @@ py::dict plan(const py::dict& description) {
   result["block_m"] = made.block_m;
   result["block_n"] = made.block_n;
   result["num_splits"] = made.num_splits;
+  result["group"] = made.group;
+  result["blocks"] = made.blocks;
   result["workers"] = made.workers;
   result["worker_bytes"] = made.worker_bytes;
   result["shared_bytes"] = made.shared_bytes;
   result["workspace_bytes"] = made.workspace_bytes();
   return result;
+}
+
+// Compute capability * 10 of the code that the current CUDA device takes; 0 without any.
+int cuda_code() {
+  for (const KernelTable* table : tables) {
+    if (table->cuda_code != nullptr) return table->cuda_code();
+  }
+  return 0;
 }
 
 }  // namespace
@@ -191,13 +206,17 @@ PYBIND11_MODULE(_host, m) {
   m.doc() = "Which kernel runs, with which tiles and how many splits: csrc/plan for Python.";
   m.def("register_table", &register_table, py::arg("capsule"),
         "Adds the rows of an op library: its module's `kernel_rows`.");
+  m.def("cuda_code", &cuda_code,
+        "Compute capability * 10 for which the code that the current CUDA device takes was "
+        "compiled; 0 when there is none.");
   m.def("rows", &rows, "All compiled kernels, a dict each, in the order in which they are tried.");
   m.def(
       "plan", &plan, py::arg("description"),
       "The plan of a problem: a dict with the keys pass, backend, device (cpu or cuda), threads or "
       "arch "
       "(compute capability * 10) and sm_count, dtype, batch, seqlen_q, seqlen_k, heads_q, heads_k, "
-      "head_dim, head_dim_v, softcap, bias, alibi, dropout, sinks, window_left, window_right, "
+      "head_dim, head_dim_v, softmax_scale, softcap, bias, alibi, dropout, sinks, window_left, "
+      "window_right, smem_per_block, "
       "block_q, "
       "block_k. Returns a dict: text, reasons (why no other kernel), kernel, backend, tiles, "
       "splits, "

@@ -16,7 +16,9 @@ enum Isa : uint32_t {
 };
 
 struct DeviceInfo {
-  int arch = 0;            // compute capability * 10 (80, 90, …); 0 is the CPU
+  // Compute capability * 10 (80, 90, …) of the code that runs there: the GPU's, or less where the
+  // library holds older code for it (KernelTable::cuda_code). 0 is the CPU.
+  int arch = 0;
   int sm_count = 1;        // multiprocessors; threads on the CPU
   int smem_per_block = 0;  // bytes a block may ask for
   int64_t l2_bytes = 0;

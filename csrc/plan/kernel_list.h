@@ -37,7 +37,8 @@ struct KernelRow {
   int64_t (*worker_bytes)(const AttnParams&,
                           int block_m,
                           int block_n);  // CPU scratch of one worker
-  int64_t (*shared_bytes)(const AttnParams&, int block_m, int num_splits);  // and of all together
+  // CPU scratch of all together; on a GPU the whole workspace. Null: none.
+  int64_t (*shared_bytes)(const AttnParams&, int block_m, int num_splits);
   CpuLaunch cpu;
   CudaLaunch cuda;
   int arch_end = 0;    // first compute capability * 10 it no longer runs on; 0 is no end
@@ -54,6 +55,9 @@ struct KernelTable {
   const KernelList* const* lists;
   size_t size;
   uint32_t (*cpu_isa)() = nullptr;  // what this machine runs (bits of Isa); null in GPU libraries
+  // Compute capability * 10 for which the code that the current CUDA device takes was compiled (a
+  // newer GPU translates older PTX); 0 when the library holds none for it. Null in the CPU's.
+  int (*cuda_code)() = nullptr;
 };
 extern const KernelTable kCpuTable;   // csrc/cpu/rows.cpp, in _C_cpu
 extern const KernelTable kCudaTable;  // csrc/cuda/inst/rows.cpp, in _C_cuda

@@ -2,6 +2,7 @@
 #include "plan/plan.h"
 
 #include "core/seqlen.h"
+#include "core/slots.h"
 #include "plan/select.h"
 #include "plan/split.h"
 
@@ -47,6 +48,21 @@ void plan_cpu(Plan& plan, const AttnParams& p, const DeviceInfo& device) {
   plan.shared_bytes = row.shared_bytes(p, plan.block_m, plan.num_splits);
 }
 
+void plan_cuda(Plan& plan, const AttnParams& p, const DeviceInfo& device) {
+  const KernelRow& row = *plan.row;
+  if (row.pass == Pass::kForward) {
+    plan.group = cuda_group(p, plan.block_m);
+    plan.num_splits = cuda_forward_splits(p, plan.block_m, plan.block_n, plan.group, device);
+    plan.blocks = slot_count(p.seq_q, p.batch, p.seqlen_q, plan.group, plan.block_m) *
+                  (p.heads_q / plan.group) * plan.num_splits;
+  } else if (row.pass == Pass::kBackward) {
+    plan.blocks = slot_count(p.seq_k, p.batch, p.seqlen_k, 1, plan.block_n) * p.heads_k;
+  }
+  if (row.shared_bytes != nullptr) {
+    plan.shared_bytes = row.shared_bytes(p, plan.block_m, plan.num_splits);
+  }
+}
+
 std::string size_text(int64_t bytes) {
   const char* units[] = {" bytes", " KiB", " MiB", " GiB"};
   int unit = 0;
@@ -76,7 +92,7 @@ Plan make_plan(const AttnParams& params,
   }
   plan.block_m = tile_within(params.mask.block_q, plan.row->block_m);
   plan.block_n = tile_within(params.mask.block_k, plan.row->block_n);
-  if (plan.row->arch == 0) plan_cpu(plan, params, device);
+  plan.row->arch == 0 ? plan_cpu(plan, params, device) : plan_cuda(plan, params, device);
   return plan;
 }
 
@@ -92,6 +108,7 @@ std::string Plan::text() const {
     line +=
         ", tiles of " + std::to_string(block_m) + " queries x " + std::to_string(block_n) + " keys";
   }
+  if (group > 1) line += ", " + counted(group, "query head") + " in a tile";
   line += ", " + counted(num_splits, "split");
   if (row->arch == 0) line += ", " + counted(workers, "worker");
   return line + ", " + size_text(workspace_bytes()) + " of scratch";

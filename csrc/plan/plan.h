@@ -14,9 +14,10 @@ namespace flash_attn {
 
 struct Plan {
   const KernelRow* row = nullptr;  // null: nothing fits, `reasons` says why
-  int block_m = 0, block_n = 0;    // tiles; divide the block mask's blocks
+  int block_m = 0, block_n = 0;    // tiles, at most the row's; divide the block mask's blocks
   int num_splits = 1;              // slices of the key range
   int group = 1;                   // query heads that share a tile (core/rows.h)
+  int64_t blocks = 0;              // of the grid of a CUDA forward or backward kernel
   int workers = 1;                 // CPU threads that take tasks
   int64_t worker_bytes = 0;        // scratch of one worker, a multiple of 64
   int64_t shared_bytes = 0;        // partial results or accumulators that all workers share

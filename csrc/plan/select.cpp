@@ -14,15 +14,18 @@ enum class Misfit : uint8_t {
   kFamily,
   kDType,
   kArch,
+  kArchEnd,
   kIsa,
   kHeadDim,
   kHeadDimV,
-  kScore
+  kScore,
+  kSmem
 };
 
+// Plain kernels scale after the row's maximum is taken, which turns its order round below 0.
 bool needs_general(const AttnParams& p) {
   return p.softcap != 0.0 || p.bias.ptr != nullptr || p.alibi.slopes != nullptr ||
-         p.dropout.philox != nullptr;
+         p.dropout.philox != nullptr || !(p.softmax_scale > 0.0);
 }
 
 Misfit misfit(const KernelRow& row,
@@ -35,10 +38,12 @@ Misfit misfit(const KernelRow& row,
   }
   if (row.dtype != p.dtype) return Misfit::kDType;
   if (row.arch > device.arch) return Misfit::kArch;
+  if (row.arch_end != 0 && device.arch >= row.arch_end) return Misfit::kArchEnd;
   if ((row.isa & ~device.isa) != 0) return Misfit::kIsa;
   if (row.head_dim != 0 && p.head_dim > row.head_dim) return Misfit::kHeadDim;
   if (row.head_dim_v != 0 && p.head_dim_v > row.head_dim_v) return Misfit::kHeadDimV;
   if (row.score == Score::kPlain && needs_general(p)) return Misfit::kScore;
+  if (row.arch != 0 && row.smem_bytes > device.smem_per_block) return Misfit::kSmem;
   return Misfit::kNone;
 }
 
@@ -91,14 +96,22 @@ std::string misfit_text(const KernelRow& row,
     case Misfit::kDType:
       return std::string("takes ") + dtype_name(row.dtype) + ", got " + dtype_name(p.dtype);
     case Misfit::kArch:
-      return "needs compute capability " + capability(row.arch) + ", this GPU has " +
+      return "needs compute capability " + capability(row.arch) +
+             ", this GPU, or the code that this build has for it, has " + capability(device.arch);
+    case Misfit::kArchEnd:
+      return "runs below compute capability " + capability(row.arch_end) + ", this GPU has " +
              capability(device.arch);
     case Misfit::kIsa:
       return "needs " + isa_text(row.isa) + ", this CPU has " + isa_text(device.isa) +
              " (as far as FLASH_ATTN_CPU_ISA allows)";
     case Misfit::kHeadDim: return at_most("head_dim", row.head_dim, p.head_dim);
     case Misfit::kHeadDimV: return at_most("head_dim_v", row.head_dim_v, p.head_dim_v);
-    case Misfit::kScore: return "has no softcap, bias, ALiBi or dropout";
+    case Misfit::kScore:
+      return "has no softcap, bias, ALiBi or dropout, and takes positive scales only";
+    case Misfit::kSmem:
+      return "needs " + std::to_string(row.smem_bytes) +
+             " bytes of shared memory a block, this GPU gives " +
+             std::to_string(device.smem_per_block);
   }
   return "";
 }
@@ -134,6 +147,27 @@ std::vector<std::string> row_reasons(const AttnParams& params,
     return true;
   });
   if (!any) reasons.push_back(std::string("no ") + pass_name(pass) + " kernel is built");
+  return reasons;
+}
+
+std::vector<std::string> nearest_reasons(const AttnParams& params,
+                                         Pass pass,
+                                         const DeviceInfo& device,
+                                         const KernelTable& table,
+                                         const char* family) {
+  Misfit nearest = Misfit::kNone;
+  for_each_row(table, pass, [&](const KernelRow& row) {
+    nearest = max_of(nearest, misfit(row, params, device, family));
+    return true;
+  });
+  std::vector<std::string> reasons;
+  for_each_row(table, pass, [&](const KernelRow& row) {
+    const Misfit why = misfit(row, params, device, family);
+    if (why != nearest || why == Misfit::kNone) return true;
+    reasons.push_back(std::string(row.name) + " " + misfit_text(row, why, params, device, family));
+    return true;
+  });
+  if (reasons.empty()) reasons.push_back(std::string("no ") + pass_name(pass) + " kernel is built");
   return reasons;
 }
 

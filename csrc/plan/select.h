@@ -26,6 +26,15 @@ std::vector<std::string> row_reasons(const AttnParams& params,
                                      const KernelTable& table,
                                      const char* family);
 
+// The same, of those rows alone that fail at the last of the questions asked (device, family,
+// dtype, architecture, instruction set, head_dim, head_dim_v, score, shared memory): what would
+// have to change least. For error messages, when no row fits.
+std::vector<std::string> nearest_reasons(const AttnParams& params,
+                                         Pass pass,
+                                         const DeviceInfo& device,
+                                         const KernelTable& table,
+                                         const char* family);
+
 const char* pass_name(Pass pass);    // "forward", "backward", "delta"
 const char* dtype_name(DType type);  // "float16", …, as torch calls them
 

@@ -60,4 +60,75 @@ int backward_splits(const AttnParams& p, int block_n, const DeviceInfo& device) 
   return balanced_splits(backward_tasks(p), device.sm_count, most_splits(p, block_n));
 }
 
+namespace {
+
+// Rows of one sequence on the query side.
+int64_t mean_queries(const AttnParams& p) {
+  if (p.seq_q.cu_seqlens == nullptr) return p.seqlen_q;
+  return ceil_div(p.seq_q.total, int64_t{max_of(p.batch, 1)});
+}
+
+int64_t sequence_tiles(const AttnParams& p, int block_m, int group) {
+  return ceil_div(mean_queries(p) * group, int64_t{block_m});
+}
+
+// Keys that the rows of one tile can see at most, or see on average when keys are packed.
+int64_t visible_keys(const AttnParams& p, int block_m, int group) {
+  const MaskSpec& mask = p.mask;
+  int64_t keys = p.seqlen_k;
+  if (p.pages.table != nullptr) {
+    keys = min_of(keys, int64_t{p.pages.page_size} * p.pages.num_pages);
+  } else if (p.seq_k.cu_seqlens != nullptr) {
+    keys = ceil_div(p.seq_k.total, int64_t{max_of(p.batch, 1)});
+  }
+  if (mask.window_left >= 0 && mask.window_right >= 0) {
+    const int64_t positions = ceil_div(block_m, group);
+    keys = min_of(keys, int64_t{mask.window_left} + mask.window_right + positions);
+  }
+  if (mask.blocks.index != nullptr) {
+    keys = min_of(keys, int64_t{mask.blocks.width} * mask.block_k);
+  }
+  return keys;
+}
+
+}  // namespace
+
+int cuda_group(const AttnParams& p, int block_m) {
+  const int group = p.heads_k > 0 ? p.group_size() : 1;
+  if (group <= 1 || p.mask.blocks.index != nullptr || p.dropout.philox != nullptr) return 1;
+  const int64_t apart = sequence_tiles(p, block_m, 1) * group;
+  return 10 * sequence_tiles(p, block_m, group) <= 9 * apart ? group : 1;
+}
+
+int64_t cuda_forward_tasks(const AttnParams& p, int block_m, int group) {
+  return sequence_tiles(p, block_m, group) * p.batch * (p.heads_q / group);
+}
+
+int cuda_forward_splits(
+    const AttnParams& p, int block_m, int block_n, int group, const DeviceInfo& device) {
+  // Costs in steps over a tile of keys, from decoding on an H200: starting a block; writing a
+  // partial result; the merging kernel and each slice that it reads.
+  constexpr double kBlock = 3, kPartial = 2, kMerge = 4, kSlice = 0.1;
+  constexpr int64_t kMostSplits = 128, kMostRounds = 4;
+  const int64_t tasks = cuda_forward_tasks(p, block_m, group);
+  const int64_t tiles = ceil_div(visible_keys(p, block_m, group), int64_t{block_n});
+  const int64_t sms = max_of(device.sm_count, 1), limit = min_of(tiles, kMostSplits);
+  if (tasks == 0 || 10 * tasks >= 8 * sms) return 1;
+  int64_t best = 1;
+  double best_time = static_cast<double>(tiles) + kBlock;
+  for (int64_t rounds = 1; rounds <= kMostRounds; ++rounds) {  // as many as fill them
+    const int64_t most = min_of(rounds * sms / tasks, limit);
+    if (most <= 1) continue;
+    const int64_t each = ceil_div(tiles, most), splits = ceil_div(tiles, each);
+    const double time =
+        static_cast<double>(rounds) * (static_cast<double>(each) + kBlock + kPartial) + kMerge +
+        kSlice * static_cast<double>(splits);
+    if (time < best_time) {
+      best = splits;
+      best_time = time;
+    }
+  }
+  return static_cast<int>(best);
+}
+
 }  // namespace flash_attn

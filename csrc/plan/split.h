@@ -23,4 +23,19 @@ int balanced_splits(int64_t tasks, int workers, int64_t most);
 int forward_splits(const AttnParams& params, int block_m, int block_n, const DeviceInfo& device);
 int backward_splits(const AttnParams& params, int block_n, const DeviceInfo& device);
 
+// ---- CUDA forward. The lengths of packed sequences are taken for equal.
+
+// Query heads that share a tile (core/rows.h): those of a key head where that makes at least a
+// tenth fewer tiles, as in decoding, else 1. Never with a block mask, which may differ by head, nor
+// with dropout, whose decisions a thread shares between rows of one head.
+int cuda_group(const AttnParams& params, int block_m);
+
+// Tiles of all heads and sequences that have rows.
+int64_t cuda_forward_tasks(const AttnParams& params, int block_m, int group);
+
+// 1 when the tiles come near to filling the device; else the number of slices of least time, where
+// blocks run in rounds of one on each multiprocessor.
+int cuda_forward_splits(
+    const AttnParams& params, int block_m, int block_n, int group, const DeviceInfo& device);
+
 }  // namespace flash_attn

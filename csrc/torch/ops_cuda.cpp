@@ -1,112 +1,123 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The operators on CUDA: check, guard the device, allocate, launch on torch's current stream.
-// Nothing here synchronises or reads device memory, so every call can be captured in a CUDA graph.
-#include <array>
-#include <mutex>
-#include <optional>
-
-#include <cuda_runtime.h>
-
-#include "plan/plan.h"
-#include "torch/compat.h"
-#include "torch/signatures.h"
+// Attention on CUDA: check, guard the device, allocate, plan, launch on torch's current stream.
+// Kernels write the rows of live sequences; the rows that belong to none, and gradients of keys
+// that are not live, are filled here. Nothing synchronises or reads device memory, so every call
+// can be captured in a CUDA graph.
+#include "cuda/support/launchers.h"
+#include "plan/select.h"
+#include "torch/cuda_device.h"
+#include "torch/outputs.h"
 
 namespace flash_attn {
 namespace {
 
-// ---- devices and launches
-
-int attribute(cudaDeviceAttr which, int device) {
-  int value = 0;
-  if (cudaDeviceGetAttribute(&value, which, device) != cudaSuccess) {
-    throw std::runtime_error(message("flash_attn: cannot read attributes of CUDA device ", device));
-  }
-  return value;
-}
-
-// Read once for each device.
-const DeviceInfo& device_info(int device) {
-  static std::array<DeviceInfo, 64> infos;
-  static std::array<std::once_flag, 64> once;
-  std::call_once(once.at(device), [device] {
-    DeviceInfo& info = infos[device];
-    info.arch = 10 * attribute(cudaDevAttrComputeCapabilityMajor, device) +
-                attribute(cudaDevAttrComputeCapabilityMinor, device);
-    info.sm_count = attribute(cudaDevAttrMultiProcessorCount, device);
-    info.smem_per_block = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    info.l2_bytes = attribute(cudaDevAttrL2CacheSize, device);
-  });
-  return infos[device];
-}
-
-// `row` was launched on `device` and `code` came back.
-void check_launch(int code, const KernelRow& row, int device) {
-  const cudaError_t error = static_cast<cudaError_t>(code);
-  if (error == cudaSuccess) return;
-  cudaGetLastError();  // a failed launch must not surface in the next call of somebody else
-  if (error == cudaErrorNoKernelImageForDevice) {
-    raise("NotImplementedError",
-          message(row.name, " is not compiled for this GPU (compute capability ",
-                  device_info(device).arch / 10, ".", device_info(device).arch % 10,
-                  "); this build is for ", FA_CUDA_ARCHS,
-                  ". Build again on this machine, or with FLASH_ATTN_CUDA_ARCHS"));
-  }
-  throw std::runtime_error(message("flash_attn: the launch of ", row.name, " on CUDA device ",
-                                   device, " failed: ", cudaGetErrorName(error), ": ",
-                                   cudaGetErrorString(error)));
-}
-
-const char* family_name(int64_t family) {
-  static constexpr const char* kNames[] = {nullptr, "cpu", "sm80", "sm90"};
-  return family >= 0 && family < 4 ? kNames[family] : "unknown";
-}
-
-// ---- attention
-
-// No row of this pass takes the problem: which there are, and why not.
-[[noreturn]] void refuse(Pass pass, const OpInputs& in, int64_t family) {
-  const int device = in.q.get_device_index();
-  const DeviceGuard guard(device);
-  const Problem problem = fill_params(in);
-  const Plan plan =
-      make_plan(problem.params, pass, device_info(device), kCudaTable, family_name(family));
+// No row of this pass takes the problem: what comes nearest, and what it lacks.
+[[noreturn]] void refuse(const AttnParams& p, Pass pass, int device, int64_t family) {
   std::string reasons;
-  for (const std::string& reason : plan.reasons)
+  for (const std::string& reason :
+       nearest_reasons(p, pass, device_info(device), kCudaTable, family_name(family)))
     reasons += (reasons.empty() ? "" : "; ") + reason;
   raise("NotImplementedError",
-        message("no CUDA kernel serves this call: ", reasons,
+        message("no CUDA kernel serves the ", pass_name(pass), " pass of this call: ", reasons,
                 ". backend=\"reference\" computes it, in memory quadratic in the lengths; tensors ",
                 "on the CPU are served by the CPU kernels"));
 }
 
+// Plans and runs one pass of the problem on the current device.
+void launch(const AttnParams& p, Pass pass, int64_t family, const Tensor& like, void* stream) {
+  const int device = like.get_device_index();
+  const Plan plan = make_plan(p, pass, device_info(device), kCudaTable, family_name(family));
+  if (plan.row == nullptr) refuse(p, pass, device, family);
+  if (plan.blocks > INT32_MAX) {
+    raise("ValueError",
+          message(pass == Pass::kForward ? "q" : "k", " has ", plan.blocks, " tiles of ",
+                  pass == Pass::kForward ? plan.block_m : plan.block_n,
+                  " rows, over all heads and sequences; a launch takes fewer than 2^31"));
+  }
+  std::optional<Tensor> workspace;
+  if (const int64_t bytes = plan.workspace_bytes(); bytes > 0) {
+    workspace = allocate({bytes}, ScalarType::Byte, like, "scratch memory");
+  }
+  void* scratch = workspace ? workspace->data_ptr() : nullptr;
+  check_launch(plan.row->cuda(p, plan, scratch, stream), plan.row->name, device);
+}
+
+// Rows of a packed tensor (rows, heads, dim) that belong to no sequence; every row where `all`.
+Tail tail_of(const Tensor& t, const Sequence& sequence, int batch, bool all) {
+  Tail tail;
+  tail.rows = t.data_ptr();
+  tail.row_bytes = t.size(1) * t.size(2) * static_cast<int64_t>(t.element_size());
+  tail.end = all ? nullptr : sequence.cu_seqlens + batch;
+  tail.total = t.size(0);
+  return tail;
+}
+
+// Whether a bias may be too short for a packed side, which only the device can find out: the rows
+// beyond it are computed by nobody.
+bool cut_by_bias(const OpInputs& in, int dimension, int64_t rows) {
+  return in.bias && in.bias->size(dimension) != 1 && in.bias->size(dimension) < rows;
+}
+
 ForwardResult forward(const OpInputs& in, int64_t family) {
-  refuse(Pass::kForward, in, family);
+  const int device = in.q.get_device_index();
+  const DeviceGuard guard(device);
+  Problem problem = fill_params(in);
+  AttnParams& p = problem.params;
+  const auto [out, lse] = allocate_outputs(in, p);
+  void* stream = current_stream(device);
+  if (in.cu_seqlens_q) {
+    Tails tails;
+    tails.tail[0] = tail_of(out, p.seq_q, p.batch, cut_by_bias(in, 2, p.seq_q.total));
+    tails.tail[0].lse = static_cast<float*>(p.lse);
+    tails.tail[0].heads = p.heads_q;
+    check_launch(launch_fill_tails(tails, stream), "fill_tails", device);
+  }
+  if (has_queries(p)) launch(p, Pass::kForward, family, in.q, stream);
+  return {out, lse};
 }
 
-BackwardResult backward(const OpInputs& in, const BackwardInputs&, int64_t family) {
-  refuse(Pass::kBackward, in, family);
+// Fills what no kernel writes. `run`: whether a kernel follows.
+void fill_gradients(
+    const GradientTensors& g, const AttnParams& p, const OpInputs& in, bool run, void* stream) {
+  if (!run || p.seqlen_k == 0) {
+    for (const Tensor* t : {&g.dq, &g.dk, &g.dv, &g.dbias, &g.dslopes, &g.dsinks})
+      zero_async(*t, stream);
+    return;
+  }
+  Tails tails;
+  int count = 0;
+  const auto prepare = [&](const Tensor& t, const Sequence& sequence, bool all) {
+    if (t.dim() == 1 || sequence.cu_seqlens == nullptr) return;  // not wanted, or no such rows
+    if (all) {
+      zero_async(t, stream);
+    } else {
+      tails.tail[count++] = tail_of(t, sequence, p.batch, false);
+    }
+  };
+  const bool all_keys = in.seqused_k || cut_by_bias(in, 3, p.seq_k.total);
+  prepare(g.dq, p.seq_q, cut_by_bias(in, 2, p.seq_q.total));
+  prepare(g.dk, p.seq_k, all_keys);
+  prepare(g.dv, p.seq_k, all_keys);
+  check_launch(launch_fill_tails(tails, stream), "fill_tails", in.q.get_device_index());
 }
 
-void append_kv(const Tensor&,
-               const Tensor&,
-               const Tensor&,
-               const Tensor&,
-               const OptTensor&,
-               const OptTensor&,
-               const Tensor&,
-               const OptTensor&,
-               const OptTensor&,
-               bool) {
-  raise("NotImplementedError",
-        "no CUDA append_kv kernel is in this build; caches on the CPU are served");
+bool wants_any(const Gradients& grad) {
+  return grad.dq.ptr != nullptr || grad.dk.ptr != nullptr || grad.dv.ptr != nullptr ||
+         grad.dbias != nullptr || grad.dslopes != nullptr || grad.dsinks != nullptr;
 }
 
-Tensor rotary(const Tensor&, const Tensor&, const Tensor&, const Tensor&, bool, bool) {
-  raise("NotImplementedError",
-        "no CUDA rotary kernel is in this build; tensors on the CPU are served");
+BackwardResult backward(const OpInputs& in, const BackwardInputs& given, int64_t family) {
+  const int device = in.q.get_device_index();
+  const DeviceGuard guard(device);
+  Problem problem = fill_params(in);
+  const AttnParams& p = problem.params;
+  const GradientTensors g = prepare_backward(in, given, problem);
+  void* stream = current_stream(device);
+  const bool run = has_queries(p);
+  fill_gradients(g, p, in, run, stream);
+  if (run && wants_any(p.grad)) launch(p, Pass::kBackward, family, in.q, stream);
+  return g.results();
 }
-
-// ---- delta
 
 // out, dout (batch, seqlen_q, heads, head_dim_v) or packed (total_q, heads, head_dim_v).
 Tensor delta(const Tensor& out, const Tensor& dout) {
@@ -145,7 +156,8 @@ Tensor delta(const Tensor& out, const Tensor& dout) {
   if (rank == 4) sizes.insert(sizes.begin(), out.size(0));
   Tensor result = allocate(sizes, DType::kF32, out, "delta");
   params.grad.delta = result.data_ptr();
-  check_launch(plan.row->cuda(params, plan, nullptr, current_stream(device)), *plan.row, device);
+  const int code = plan.row->cuda(params, plan, nullptr, current_stream(device));
+  check_launch(code, plan.row->name, device);
   return result;
 }
 
@@ -155,8 +167,6 @@ STABLE_TORCH_LIBRARY_IMPL(flash_attn, CUDA, m) {
   m.impl("forward", TORCH_BOX(&forward_operator<forward>));
   m.impl("backward", TORCH_BOX(&backward_operator<backward>));
   m.impl("delta", TORCH_BOX(&delta));
-  m.impl("append_kv", TORCH_BOX(&append_kv));
-  m.impl("rotary", TORCH_BOX(&rotary));
 }
 
 }  // namespace flash_attn

@@ -38,24 +38,57 @@ KernelRow cpu_row(const char* name, Pass pass, uint32_t isa, DType dtype) {
   return row;
 }
 
-KernelRow gpu_row(const char* name, const char* family, int arch, int dim, Score score) {
-  KernelRow row = make_row(name, family, Pass::kForward, arch, DType::kBF16);
+KernelRow gpu_row(const char* name,
+                  const char* family,
+                  int arch,
+                  int dim,
+                  Score score,
+                  DType dtype = DType::kBF16) {
+  KernelRow row = make_row(name, family, Pass::kForward, arch, dtype);
   row.head_dim = row.head_dim_v = dim;
   row.score = score;
+  row.block_m = 128;
+  row.block_n = 64;
+  return row;
+}
+
+KernelRow with_memory(KernelRow row, int bytes) {
+  row.smem_bytes = bytes;
+  row.shared_bytes = shared;
+  return row;
+}
+
+KernelRow until(KernelRow row, int arch_end) {
+  row.arch_end = arch_end;
   return row;
 }
 
 const KernelRow kRows90[] = {gpu_row("sm90_d128", "sm90", 90, 128, Score::kPlain)};
 const KernelRow kRows80[] = {gpu_row("sm80_d128", "sm80", 80, 128, Score::kPlain),
                              gpu_row("sm80_d256", "sm80", 80, 256, Score::kGeneral)};
+// Rows of one kernel for devices of more and of less shared memory, and for old devices alone.
+const KernelRow kRowsF16[] = {
+    with_memory(gpu_row("f16_wide", "sm80", 80, 256, Score::kGeneral, DType::kF16), 160 << 10),
+    with_memory(gpu_row("f16_narrow", "sm80", 80, 256, Score::kGeneral, DType::kF16), 96 << 10),
+    until(with_memory(gpu_row("f16_old", "sm80", 75, 128, Score::kPlain, DType::kF16), 64 << 10),
+          80)};
+KernelRow backward_row() {
+  KernelRow row = gpu_row("f16_backward", "sm80", 80, 128, Score::kGeneral, DType::kF16);
+  row.pass = Pass::kBackward;
+  return row;
+}
+const KernelRow kRowsBackward[] = {backward_row()};
 const KernelRow kRowsCpu[] = {
     cpu_row("cpu_bf16_f", Pass::kForward, kIsaAvx512 | kIsaAvx512Bf16, DType::kBF16),
     cpu_row("cpu_avx2_f", Pass::kForward, kIsaAvx2, DType::kF32),
     cpu_row("cpu_scalar_f", Pass::kForward, kIsaScalar, DType::kF32),
     cpu_row("cpu_scalar_b", Pass::kBackward, kIsaScalar, DType::kF32)};
 const KernelList kList90 = {kRows90, 1}, kList80 = {kRows80, 2}, kListCpu = {kRowsCpu, 4};
+const KernelList kListF16 = {kRowsF16, 3}, kListBackward = {kRowsBackward, 1};
 const KernelList* const kLists[] = {&kList90, &kList80, &kListCpu};
 const KernelTable kTable = {kLists, 3};
+const KernelList* const kGpuLists[] = {&kListF16, &kListBackward};
+const KernelTable kGpuTable = {kGpuLists, 2};
 const KernelTable kNothing = {nullptr, 0};
 
 AttnParams problem(DType dtype, int head_dim) {
@@ -130,7 +163,7 @@ void test_reasons() {
   CHECK(has(reasons, "cpu_avx2_f: runs on the CPU, the tensors are on a GPU"));
   p.head_dim = 128;
   reasons = row_reasons(p, Pass::kForward, gpu(80), kTable, nullptr);
-  CHECK(has(reasons, "sm90_d128: needs compute capability 9.0, this GPU has 8.0"));
+  CHECK(has(reasons, "sm90_d128: needs compute capability 9.0, this GPU, or the code"));
   CHECK(has(reasons, "sm80_d128: takes head_dim_v up to 128, got 160"));
   p.head_dim_v = 128;
   p.softcap = 1;
@@ -205,9 +238,78 @@ void test_workspace() {
   CHECK_EQ(plan.shared_bytes, 2000 + plan.block_m);
 }
 
+AttnParams f16_problem(int head_dim) {
+  return problem(DType::kF16, head_dim);
+}
+
+void test_cuda_select() {
+  const auto on = [](const AttnParams& p, int arch, int smem) {
+    DeviceInfo device = gpu(arch);
+    device.smem_per_block = smem << 10;
+    const KernelRow* row = select_row(p, Pass::kForward, device, kGpuTable, nullptr);
+    return std::string(row != nullptr ? row->name : "none");
+  };
+  CHECK_EQ(on(f16_problem(64), 90, 227), "f16_wide");
+  CHECK_EQ(on(f16_problem(64), 80, 163), "f16_wide");
+  CHECK_EQ(on(f16_problem(64), 86, 99), "f16_narrow");
+  CHECK_EQ(on(f16_problem(64), 75, 64), "f16_old");
+  CHECK_EQ(on(f16_problem(64), 80, 64), "none");
+  AttnParams p = f16_problem(64);
+  for (double scale : {0.0, -1.0}) {  // plain kernels take positive scales only
+    p.softmax_scale = scale;
+    CHECK_EQ(on(p, 75, 64), "none");
+    CHECK_EQ(on(p, 80, 163), "f16_wide");
+  }
+
+  DeviceInfo device = gpu(80);
+  device.smem_per_block = 64 << 10;
+  p = f16_problem(64);
+  const auto reasons = row_reasons(p, Pass::kForward, device, kGpuTable, nullptr);
+  CHECK(
+      has(reasons, "f16_wide: needs 163840 bytes of shared memory a block, this GPU gives 65536"));
+  CHECK(has(reasons, "f16_old: runs below compute capability 8.0, this GPU has 8.0"));
+  auto nearest = nearest_reasons(p, Pass::kForward, device, kGpuTable, nullptr);
+  CHECK_EQ(nearest.size(), size_t{2});  // the shared memory of two rows, not the age of the third
+  CHECK(has(nearest, "f16_narrow needs 98304 bytes"));
+  nearest = nearest_reasons(f16_problem(300), Pass::kForward, device, kGpuTable, nullptr);
+  CHECK_EQ(nearest.size(), size_t{2});
+  CHECK(has(nearest, "f16_wide takes head_dim up to 256, got 300"));
+  nearest = nearest_reasons(p, Pass::kDelta, device, kGpuTable, nullptr);
+  CHECK(nearest.size() == 1 && has(nearest, "no delta kernel is built"));
+}
+
+void test_cuda_plan() {
+  DeviceInfo device = gpu(90);
+  device.smem_per_block = 227 << 10;
+  AttnParams p = f16_problem(64);
+  Plan plan = make_plan(p, Pass::kForward, device, kGpuTable, nullptr);
+  CHECK(plan.block_m == 128 && plan.block_n == 64 && plan.group == 1 && plan.num_splits == 2);
+  CHECK_EQ(plan.blocks, 2 * 4 * 8 * 2);
+  CHECK_EQ(plan.workspace_bytes(), 2 * 1000 + 128);
+  p.seqlen_q = 1;
+  plan = make_plan(p, Pass::kForward, device, kGpuTable, nullptr);
+  CHECK(plan.group == 2 && plan.num_splits > 1);
+  CHECK_EQ(plan.blocks, 2 * 2 * plan.num_splits);
+  CHECK(plan.text().find("2 query heads in a tile") != std::string::npos, plan.text());
+  p.mask.block_q = p.mask.block_k = 64;
+  plan = make_plan(p, Pass::kForward, device, kGpuTable, nullptr);
+  CHECK(plan.block_m == 64 && plan.block_n == 64);
+
+  p = f16_problem(64);  // packed: tiles by the total, one more a sequence
+  const int32_t lengths = 0;
+  p.seq_q.cu_seqlens = &lengths;
+  p.seq_q.total = p.seqlen_q = 100000;
+  plan = make_plan(p, Pass::kForward, device, kGpuTable, nullptr);
+  CHECK_EQ(plan.blocks, (100000 / 128 + 2) * 4);
+  plan = make_plan(p, Pass::kBackward, device, kGpuTable, nullptr);
+  CHECK(plan.row != nullptr && plan.num_splits == 1 && plan.workspace_bytes() == 0);
+}
+
 }  // namespace
 
 void test_plan() {
+  test_cuda_select();
+  test_cuda_plan();
   test_select();
   test_reasons();
   test_tiles_of_blocks();

@@ -102,9 +102,92 @@ void test_passes() {
   }
 }
 
+struct CudaCase {
+  int batch, heads_q, heads_k, seqlen_q, seqlen_k;
+  int group, splits;  // of tiles of 128 x 64 on 132 multiprocessors
+};
+
+void test_cuda_table() {
+  const CudaCase cases[] = {
+      {8, 16, 16, 2048, 2048, 1, 1},  // training: the tiles fill the device
+      {1, 64, 8, 4096, 4096, 1, 1},   // whole tiles: packing the heads saves none
+      {1, 64, 8, 1, 8192, 8, 16},     // decode: 8 tiles, 128 blocks
+      {1, 32, 8, 1, 131072, 4, 16},   // the same
+      {16, 64, 8, 1, 8192, 8, 1},     // 128 tiles are enough
+      {1, 16, 16, 1, 320, 1, 1},      // five tiles of keys: not worth merging
+      {1, 16, 16, 1, 1280, 1, 7},     // slices of three of the twenty tiles of keys
+      {1, 8, 1, 100, 100, 8, 1},      // packing: 7 tiles instead of 8
+      {1, 8, 1, 128, 100, 1, 1},      // and here none less
+      {1, 1, 1, 1, 1 << 20, 1, 128},  // one tile for the whole device
+      {0, 8, 8, 128, 4096, 1, 1},     // empty problems
+      {2, 8, 8, 0, 4096, 1, 1},      {2, 0, 0, 128, 4096, 1, 1}, {2, 8, 8, 1, 0, 1, 1},
+  };
+  DeviceInfo device;
+  device.arch = 90;
+  device.sm_count = 132;
+  for (const CudaCase& c : cases) {
+    const AttnParams p = problem(c.batch, c.heads_q, c.heads_k, c.seqlen_q, c.seqlen_k);
+    const int group = cuda_group(p, 128);
+    CHECK_EQ(group, c.group, c.batch, c.heads_q, c.heads_k, c.seqlen_q, c.seqlen_k);
+    CHECK_EQ(cuda_forward_splits(p, 128, 64, group, device), c.splits, c.batch, c.heads_q,
+             c.heads_k, c.seqlen_q, c.seqlen_k);
+  }
+}
+
+// What the host knows of ragged lengths, windows and lists is a bound or a mean.
+void test_cuda_bounds() {
+  DeviceInfo device;
+  device.sm_count = 132;
+  const int32_t some = 0;
+  const int64_t seed = 0;
+
+  AttnParams packed = problem(64, 32, 8, 64, 64 * 4096);  // 64 sequences of one query
+  packed.seq_q.cu_seqlens = packed.seq_k.cu_seqlens = &some;
+  packed.seq_q.total = 64;
+  packed.seq_k.total = 64 * 4096;
+  CHECK_EQ(cuda_group(packed, 128), 4);
+  CHECK_EQ(cuda_forward_tasks(packed, 128, 4), 64 * 8);
+  CHECK_EQ(cuda_forward_splits(packed, 128, 64, 4, device), 1);
+  packed.batch = 2;  // of 32 queries each
+  CHECK_EQ(cuda_group(packed, 128), 4);
+  CHECK_EQ(cuda_forward_tasks(packed, 128, 4), 2 * 8);
+  CHECK_EQ(cuda_forward_splits(packed, 128, 64, 4, device), 8);
+
+  AttnParams decode = problem(1, 64, 8, 1, 8192);
+  decode.dropout.philox = &seed;
+  CHECK_EQ(cuda_group(decode, 128), 1);
+  decode.dropout.philox = nullptr;
+  decode.mask.window_right = 0;
+  CHECK_EQ(cuda_forward_splits(decode, 128, 64, 8, device), 16);
+  decode.mask.window_left = 128;  // three tiles of keys are left
+  CHECK_EQ(cuda_forward_splits(decode, 128, 64, 8, device), 1);
+  decode.mask.window_left = kUnlimited;
+  decode.pages.table = &some;  // the pages hold less than the table could name
+  decode.pages.page_size = 16;
+  decode.pages.num_pages = 10;
+  CHECK_EQ(cuda_forward_splits(decode, 128, 64, 8, device), 1);
+  decode.pages.table = nullptr;
+  decode.mask.blocks.index = &some;
+  decode.mask.blocks.width = 2;
+  decode.mask.block_k = 128;
+  CHECK_EQ(cuda_group(decode, 128), 1);
+  CHECK_EQ(cuda_forward_splits(decode, 128, 64, 1, device), 1);
+
+  for (int heads = 1; heads < 200; ++heads) {
+    for (int tiles = 0; tiles < 300; tiles += 7) {
+      const AttnParams p = problem(1, heads, heads, 100, tiles * 64);
+      const int splits = cuda_forward_splits(p, 128, 64, 1, device);
+      CHECK(splits >= 1 && (splits == 1 || splits <= tiles), heads, tiles, splits);
+      CHECK(splits == 1 || heads * splits <= 4 * 132, heads, tiles, splits);
+    }
+  }
+}
+
 }  // namespace
 
 void test_split() {
+  test_cuda_table();
+  test_cuda_bounds();
   test_balanced_table();
   test_balanced_bounds();
   test_passes();

@@ -8,4 +8,6 @@ namespace flash_attn {
 
 extern const KernelList kSupport;
 
+int cuda_code();  // KernelTable::cuda_code
+
 }  // namespace flash_attn

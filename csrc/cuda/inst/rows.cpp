@@ -8,6 +8,6 @@
 namespace flash_attn {
 
 static const KernelList* const kLists[] = {&kSupport};
-const KernelTable kCudaTable = {kLists, std::size(kLists)};
+const KernelTable kCudaTable = {kLists, std::size(kLists), nullptr, cuda_code};
 
 }  // namespace flash_attn

@@ -4,6 +4,9 @@
 
 #include "cuda/inst/lists.h"
 #include "cuda/support/backward_prepare.cuh"
+#include "cuda/support/fill_tail.cuh"
+#include "cuda/support/kv_append.cuh"
+#include "cuda/support/rotary.cuh"
 
 namespace flash_attn {
 
@@ -13,5 +16,9 @@ static constexpr KernelRow kRows[] = {
     delta_row<float>("cuda_delta_f32"),
 };
 const KernelList kSupport = {kRows, std::size(kRows)};
+
+int cuda_code() {
+  return code_architecture(reinterpret_cast<const void*>(fill_tails_kernel));
+}
 
 }  // namespace flash_attn
