@@ -114,6 +114,7 @@ def explain(
             heads_k=k.shape[2],
             head_dim=q.shape[3],
             head_dim_v=v.shape[3],
+            softmax_scale=q.shape[3] ** -0.5 if softmax_scale is None else float(softmax_scale),
             window_left=left,
             window_right=0 if causal else right,
             softcap=float(softcap),
@@ -141,9 +142,12 @@ def _device(device: torch.device) -> dict[str, int | str]:
     if device.type == "cpu":
         return {"device": "cpu", "threads": torch.get_num_threads()}
     properties = torch.cuda.get_device_properties(device)
+    arch = properties.major * 10 + properties.minor
+    with torch.cuda.device(device):  # a build may hold older code for this GPU
+        code = _ops._host.cuda_code()
     return {
         "device": "cuda",
-        "arch": properties.major * 10 + properties.minor,
+        "arch": min(arch, code) if code else arch,
         "sm_count": properties.multi_processor_count,
         "smem_per_block": properties.shared_memory_per_block_optin,
         "l2_bytes": properties.L2_cache_size,
