@@ -119,6 +119,13 @@ def build_model(settings: Settings, implementation: str):
     return GPT2LMHeadModel(config).to(settings.device)
 
 
+def mixed_precision(device: str):
+    """Products in bf16 on a GPU."""
+    import torch
+
+    return torch.autocast(device, torch.bfloat16, enabled=device != "cpu")
+
+
 def run(settings: Settings, implementation: str) -> None:
     """Trains, reports each step's loss, then generates."""
     import torch
@@ -143,7 +150,7 @@ def run(settings: Settings, implementation: str) -> None:
         rows = torch.stack([text[s : s + settings.length] for s in starts.tolist()])
         tokens = rows.long().to(settings.device)
         begin = time.perf_counter()
-        with torch.autocast(settings.device, torch.bfloat16, enabled=settings.device != "cpu"):
+        with mixed_precision(settings.device):
             loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -167,7 +174,7 @@ def generate(model, settings: Settings) -> dict:
     model.eval()
     torch.manual_seed(settings.seed)
     begin = time.perf_counter()
-    with torch.no_grad():
+    with torch.no_grad(), mixed_precision(settings.device):
         made = model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),

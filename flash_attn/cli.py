@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from . import __version__, _demo, _ops
-from .explain import host_missing
+from .explain import describe_device, host_missing
 
 _PASSES = ("forward", "backward", "delta")
 
@@ -162,22 +162,30 @@ def cpu_kernel() -> str:
 
 def gpu(index: int) -> str:
     properties = torch.cuda.get_device_properties(index)
-    return (
+    text = (
         f"{properties.name}, compute capability {properties.major}.{properties.minor}, "
         f"{properties.total_memory / 2**30:.0f} GiB"
     )
+    if _ops._host is None or _ops._C_cuda is None:
+        return text
+    here = describe_device(torch.device("cuda", index))
+    names = [
+        _ops._host.plan({"dtype": dtype, "head_dim": 64, **here})["kernel"]
+        for dtype in ("float16", "bfloat16", "float32")
+    ]
+    return text + "; " + ", ".join(name or "no kernel" for name in names)
 
 
 def kernel_table() -> list[str]:
     """Compiled kernels, counted by their family and pass."""
     found = rows()
-    families = list(dict.fromkeys(row["name"].rsplit("_", 2)[0] for row in found))
+    groups = [row["name"].partition("_" + row["pass"])[0] for row in found]
     lines = [f"{'kernels':<18}" + "".join(f"{name:>10}" for name in _PASSES) + "  dtypes"]
-    for family in families:
-        own = [row for row in found if row["name"].rsplit("_", 2)[0] == family]
+    for group in dict.fromkeys(groups):
+        own = [row for row, of in zip(found, groups, strict=True) if of == group]
         counts = [sum(row["pass"] == name for row in own) for name in _PASSES]
         dtypes = ", ".join(dict.fromkeys(row["dtype"] for row in own))
-        lines.append(f"{family:<18}" + "".join(f"{n:>10}" for n in counts) + f"  {dtypes}")
+        lines.append(f"{group:<18}" + "".join(f"{n:>10}" for n in counts) + f"  {dtypes}")
     return lines
 
 

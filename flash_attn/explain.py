@@ -105,7 +105,7 @@ def explain(
             backend=""
             if family == 0
             else next(name for name, n in _checks.FAMILIES.items() if n == family),
-            **_device(q.device),
+            **describe_device(q.device),
             dtype=str(q.dtype).removeprefix("torch."),
             batch=q.shape[0],
             seqlen_q=q.shape[1],
@@ -138,7 +138,8 @@ def _plan(answer: Explanation, **description) -> None:
             answer.backend = plan["backend"]
 
 
-def _device(device: torch.device) -> dict[str, int | str]:
+def describe_device(device: torch.device) -> dict[str, int | str]:
+    """What the planner knows of a device (csrc/host/bindings.cpp names the keys)."""
     if device.type == "cpu":
         return {"device": "cpu", "threads": torch.get_num_threads()}
     properties = torch.cuda.get_device_properties(device)

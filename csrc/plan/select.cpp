@@ -160,13 +160,28 @@ std::vector<std::string> nearest_reasons(const AttnParams& params,
     nearest = max_of(nearest, misfit(row, params, device, family));
     return true;
   });
-  std::vector<std::string> reasons;
+  struct Reason {
+    const char* name;
+    std::string text;
+    int others;
+  };
+  std::vector<Reason> found;
   for_each_row(table, pass, [&](const KernelRow& row) {
     const Misfit why = misfit(row, params, device, family);
     if (why != nearest || why == Misfit::kNone) return true;
-    reasons.push_back(std::string(row.name) + " " + misfit_text(row, why, params, device, family));
+    const std::string text = misfit_text(row, why, params, device, family);
+    for (Reason& reason : found) {
+      if (reason.text == text) return ++reason.others, true;
+    }
+    found.push_back({row.name, text, 0});
     return true;
   });
+  std::vector<std::string> reasons;
+  for (const Reason& reason : found) {
+    const std::string others =
+        reason.others > 0 ? " (and " + std::to_string(reason.others) + " more)" : "";
+    reasons.push_back(reason.name + others + " " + reason.text);
+  }
   if (reasons.empty()) reasons.push_back(std::string("no ") + pass_name(pass) + " kernel is built");
   return reasons;
 }

@@ -28,7 +28,8 @@ std::vector<std::string> row_reasons(const AttnParams& params,
 
 // The same, of those rows alone that fail at the last of the questions asked (device, family,
 // dtype, architecture, instruction set, head_dim, head_dim_v, score, shared memory): what would
-// have to change least. For error messages, when no row fits.
+// have to change least. One line a reason: "sm80_forward_f16 (and 9 more) takes float16, got
+// float64". For error messages, when no row fits.
 std::vector<std::string> nearest_reasons(const AttnParams& params,
                                          Pass pass,
                                          const DeviceInfo& device,
