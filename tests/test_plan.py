@@ -49,14 +49,68 @@ def test_plan_says_why_not():
     assert all(reason.split(":")[0] in rows for reason in made["reasons"])
 
 
-@pytest.mark.parametrize("arch", [80, 90])
-def test_plan_of_a_gpu_that_is_not_here(arch):
-    made = plan(device="cuda", arch=arch, sm_count=132, smem_per_block=99 << 10, head_dim=64)
-    if not any(row["arch"] > 0 and row["pass"] == "forward" for row in host.rows()):
+# What a block may ask for on each architecture, in KiB.
+SHARED_MEMORY = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+
+
+def gpu(arch, **problem):
+    shared = SHARED_MEMORY[arch] << 10
+    return plan(device="cuda", arch=arch, sm_count=132, smem_per_block=shared, **problem)
+
+
+def cuda_rows(name):
+    return [row for row in host.rows() if row["arch"] > 0 and row["pass"] == name]
+
+
+@pytest.mark.parametrize("name", ["forward", "backward"])
+@pytest.mark.parametrize("arch", SHARED_MEMORY)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_plan_of_a_gpu_that_is_not_here(arch, dtype, name):
+    """Every size that any GPU has a kernel for has one on each GPU, with and without features."""
+    rows = [row for row in cuda_rows(name) if row["dtype"] == dtype]
+    if not rows:
+        made = gpu(arch, dtype=dtype, head_dim=64, **{"pass": name})
         assert made["kernel"] is None and "no kernel fits" in made["text"]
-        assert any("on a GPU" in reason for reason in made["reasons"])
-    else:
-        assert made["backend"] in ("sm80", "sm90")
+        pytest.skip(f"this build has no CUDA {name} kernels for {dtype}")
+    largest = max(row["head_dim"] for row in rows)
+    for head_dim in (1, 64, 65, 96, 128, 160, 192, 256, 320, 512):
+        for feature in ({}, {"softcap": 2.0}, {"softmax_scale": -1.0}):
+            made = gpu(arch, dtype=dtype, head_dim=head_dim, **{"pass": name}, **feature)
+            if head_dim > largest:
+                assert made["kernel"] is None
+                assert any(f"head_dim up to {largest}, got" in text for text in made["reasons"])
+            elif arch == 75 and dtype == "bfloat16":
+                assert made["kernel"] is None
+                assert any("compute capability 8.0" in text for text in made["reasons"])
+            else:
+                row = next(row for row in rows if row["name"] == made["kernel"])
+                assert row["arch"] <= arch and row["smem_bytes"] <= SHARED_MEMORY[arch] << 10
+                assert row["head_dim"] >= head_dim and row["head_dim_v"] >= head_dim
+                assert not feature or row["score"] == "general"
+
+
+def test_plan_of_a_gpu_takes_its_largest_kernel():
+    """More shared memory is used where a GPU has it; old code is passed over."""
+    if not cuda_rows("forward"):
+        pytest.skip("this build has no CUDA attention kernels")
+    sizes = {}
+    for arch in (80, 86, 90):
+        made = gpu(arch, dtype="bfloat16", head_dim=256)
+        sizes[arch] = next(r["smem_bytes"] for r in host.rows() if r["name"] == made["kernel"])
+    assert sizes[86] <= sizes[80] <= sizes[90]
+
+
+def test_plan_of_a_gpu_splits_and_packs():
+    if not cuda_rows("forward"):
+        pytest.skip("this build has no CUDA attention kernels")
+    sizes = {"dtype": "bfloat16", "head_dim": 128, "heads_q": 32, "heads_k": 4}
+    decode = gpu(90, **sizes, seqlen_q=1, seqlen_k=32768)
+    assert decode["group"] == 8 and 16 < decode["num_splits"] <= 128
+    assert decode["blocks"] == 4 * decode["num_splits"] and decode["workspace_bytes"] > 0
+    train = gpu(90, **sizes, batch=4, seqlen_q=4096, seqlen_k=4096)
+    assert train["group"] == 1 and train["num_splits"] == 1 and train["workspace_bytes"] == 0
+    masked = gpu(90, **sizes, seqlen_q=1, seqlen_k=32768, block_q=128, block_k=128)
+    assert masked["group"] == 1
 
 
 @pytest.mark.parametrize("family", ["sm80", "sm90"])
