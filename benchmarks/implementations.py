@@ -3,18 +3,20 @@
 
 import importlib
 import importlib.util
-import os
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from shapes import BLOCK
 from torch import Tensor
 from workload import Problem
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # a checkout that is built in place
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -202,9 +204,9 @@ def fa4_function() -> Callable | None:
         import flash_attn
 
         for folder in sys.path:
-            beside = os.path.join(folder, "flash_attn")
-            if os.path.isdir(os.path.join(beside, "cute")) and beside not in flash_attn.__path__:
-                flash_attn.__path__.append(beside)
+            beside = Path(folder) / "flash_attn"
+            if (beside / "cute").is_dir() and str(beside) not in flash_attn.__path__:
+                flash_attn.__path__.append(str(beside))
     except ImportError:
         return None
     if importlib.util.find_spec("flash_attn.cute") is None:

@@ -3,6 +3,7 @@
 
 flash-attn info    versions, devices, compiled kernels, what is missing and how to get it
 flash-attn demo    trains a small GPT-2 on real text with and without this package (_demo.py)
+flash-attn bench   runs benchmarks/bench.py of the checkout that this package lies in
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import platform
+import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -20,10 +22,14 @@ from . import __version__, _demo, _ops
 from .explain import describe_device, host_missing
 
 _PASSES = ("forward", "backward", "delta")
+_BENCH = Path(__file__).resolve().parent.parent / "benchmarks" / "bench.py"
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Entry point of the console command; returns the exit status."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["bench"]:  # its options are its own
+        return run_bench(arguments[1:])
     options = parser().parse_args(arguments)
     return options.run(options)
 
@@ -52,7 +58,15 @@ def parser() -> argparse.ArgumentParser:
     ):
         demo.add_argument(f"--{name}", type=int, help=text)
     demo.set_defaults(run=run_demo)
+    commands.add_parser("bench", help="time attention beside its peers; bench --help says how")
     return top
+
+
+def run_bench(arguments: list[str]) -> int:
+    if not _BENCH.exists():
+        print(f"flash-attn bench: needs a checkout; there is no {_BENCH}", file=sys.stderr)
+        return 2
+    return subprocess.call([sys.executable, str(_BENCH), *arguments])
 
 
 def run_demo(options: argparse.Namespace) -> int:

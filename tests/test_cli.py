@@ -44,6 +44,14 @@ def test_cli_version_and_help(capsys):
         assert caught.value.code == status and words in captured.out + captured.err
 
 
+def test_cli_bench(tmp_path, monkeypatch, capsys):
+    """Options go through, the status comes back; without a checkout it says so."""
+    done = run("bench", "--op", "unknown")
+    assert done.returncode == 2 and "'unknown' is not one of fwd" in done.stderr
+    monkeypatch.setattr(cli, "_BENCH", tmp_path / "bench.py")
+    assert cli.main(["bench"]) == 2 and "needs a checkout" in capsys.readouterr().err
+
+
 def test_cli_demo():
     """Both runs train, the losses agree, text comes out."""
     pytest.importorskip("transformers")
