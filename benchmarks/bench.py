@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -102,6 +103,7 @@ class Bench:
 
     def ready(self, row: Row, problem: Problem, expected: list) -> Callable | None:
         """The call of an implementation that gives the right answer, else None and a note."""
+        begin = time.perf_counter()
         try:
             call = make_call(row.impl, problem, row.op)
             row.error, row.note = check(problem, call(), expected)
@@ -111,6 +113,7 @@ class Bench:
             row.note = str(error)
         except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
             row.note = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
+        row.setup = round(time.perf_counter() - begin, 3)
         return None if row.note else call
 
 
@@ -243,9 +246,8 @@ def bench_host(bench: Bench) -> None:
             implementation = IMPLEMENTATIONS[name]
             try:
                 attend = implementation.build(problem, "fwd")
-                flip = implementation.heads_first
-                inputs = [x.transpose(1, 2) if flip else x for x in (problem.q,) * 3]
-                inputs = [x.detach().contiguous().requires_grad_(grad) for x in inputs]
+                qkv = problem.q, problem.k, problem.v
+                inputs = [implementation.inputs(x).detach().requires_grad_(grad) for x in qkv]
                 with implementation.context():
                     attend(*inputs)
                 loops[name] = attend, inputs, implementation.context
@@ -309,7 +311,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--head-dim", type=words, help="only these")
     parser.add_argument("--seqlen", type=words, help="only these")
     parser.add_argument("--mask", choices=("full", "causal"), help="only these")
-    parser.add_argument("--seconds", type=float, help="of a call's rounds (GPU 0.05, CPU 0.5)")
+    parser.add_argument("--seconds", type=float, help="of a call's rounds (GPU 0.04, CPU 0.5)")
     parser.add_argument("--time-limit", type=float, default=1e9, help="seconds, then no new point")
     parser.add_argument("--peak", type=float, help="TFLOP/s of the machine's limit")
     parser.add_argument("--csv", help="write the rows here")
@@ -325,7 +327,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         ["ours", "sdpa_flash", "sdpa_cudnn"] if cuda else ["ours", "sdpa"]
     )
     options.shapes = options.shapes or ["paper" if cuda else "cpu"]
-    options.seconds = options.seconds or (0.05 if cuda else 0.5)
+    options.seconds = options.seconds or (0.04 if cuda else 0.5)
     for given, known in (
         (options.op, ops),
         (options.impl, IMPLEMENTATIONS),
@@ -375,6 +377,7 @@ def run(bench: Bench, options: argparse.Namespace) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
+    warnings.simplefilter("ignore", UserWarning)  # why a backend refuses: the notes say it shorter
     if options.load:
         rows, machine = report.read_json(options.load)
     else:

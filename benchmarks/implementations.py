@@ -33,13 +33,22 @@ class Implementation:
         build: (problem, op) -> function of q, k, v.
         missing: why it cannot run here (argument: whether on a GPU), or ''.
         heads_first: q, k, v are (batch, heads, seqlen, head_dim).
+        dense: and contiguous so; else views of (batch, seqlen, heads, head_dim), which torch's
+            flash backward would otherwise copy out and dout into.
         context: what its forward call runs in.
     """
 
     build: Callable[[Problem, str], Attend]
     missing: Callable[[bool], str]
     heads_first: bool = False
+    dense: bool = True
     context: Callable[[], AbstractContextManager] = nullcontext
+
+    def inputs(self, x: Tensor) -> Tensor:
+        """(batch, seqlen, heads, head_dim) in this one's layout."""
+        if not self.heads_first:
+            return x
+        return x.transpose(1, 2).contiguous() if self.dense else x.transpose(1, 2)
 
 
 def refuse_if(condition: object, what: str) -> None:
@@ -91,10 +100,15 @@ def build_sdpa(problem: Problem, op: str) -> Attend:
     return partial(F.scaled_dot_product_attention, **options)
 
 
-def sdpa_context(backend: str) -> AbstractContextManager:
-    from torch.nn.attention import SDPBackend, sdpa_kernel
+def fused_sdpa(backend: str, missing: Callable[[bool], str]) -> Implementation:
+    """One of SDPA's backends, and no other."""
 
-    return sdpa_kernel(getattr(SDPBackend, backend))
+    def context() -> AbstractContextManager:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        return sdpa_kernel(getattr(SDPBackend, backend))
+
+    return Implementation(build_sdpa, missing, True, False, context)
 
 
 def gpu_only(cuda: bool) -> str:
@@ -229,15 +243,9 @@ def build_fa4(problem: Problem, op: str) -> Attend:
 IMPLEMENTATIONS = {
     "ours": Implementation(build_ours, ours_missing),
     "sdpa": Implementation(build_sdpa, lambda cuda: "", True),
-    "sdpa_flash": Implementation(
-        build_sdpa, lambda cuda: "", True, partial(sdpa_context, "FLASH_ATTENTION")
-    ),
-    "sdpa_cudnn": Implementation(
-        build_sdpa, gpu_only, True, partial(sdpa_context, "CUDNN_ATTENTION")
-    ),
-    "sdpa_efficient": Implementation(
-        build_sdpa, gpu_only, True, partial(sdpa_context, "EFFICIENT_ATTENTION")
-    ),
+    "sdpa_flash": fused_sdpa("FLASH_ATTENTION", lambda cuda: ""),
+    "sdpa_cudnn": fused_sdpa("CUDNN_ATTENTION", gpu_only),
+    "sdpa_efficient": fused_sdpa("EFFICIENT_ATTENTION", gpu_only),
     "flex": Implementation(build_flex, lambda cuda: "", True),
     "fa3": Implementation(build_fa3, fa3_missing),
     "fa4": Implementation(build_fa4, fa4_missing),
@@ -252,7 +260,7 @@ def make_call(name: str, problem: Problem, op: str) -> Callable[[], list[Tensor]
     (batch, seqlen, heads, head_dim), as views.
     """
     implementation = IMPLEMENTATIONS[name]
-    flip = partial(_heads_first, implementation.heads_first)
+    flip = implementation.inputs
     attend = implementation.build(problem, op)
     graded = op in ("bwd", "fwd_bwd")
     leaves = [flip(x).detach().requires_grad_(graded) for x in (problem.q, problem.k, problem.v)]
@@ -278,7 +286,3 @@ def make_call(name: str, problem: Problem, op: str) -> Callable[[], list[Tensor]
 
         return both
     return lambda: back([forward()])
-
-
-def _heads_first(flip: bool, x: Tensor) -> Tensor:
-    return x.transpose(1, 2).contiguous() if flip else x

@@ -53,6 +53,7 @@ class Row:
     spread: float | None = None
     rounds: int | None = None
     how: str = ""
+    setup: float | None = None  # seconds from the first call to the check
     note: str = ""  # why there is no time
 
     @property

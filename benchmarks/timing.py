@@ -96,9 +96,9 @@ def _measure_cuda(calls: Calls, seconds: float, least: int, most: int) -> dict[s
 
 
 def prepare(call: Callable[[], object]) -> tuple[Callable[[], object], float, str]:
-    """(what to time, about how many seconds it takes, "events" or "graph"); warms up."""
-    call()
-    torch.cuda.synchronize()
+    """(what to time, about how many seconds it takes, "events" or "graph") of a call that has run
+    before.
+    """
     seconds, host = _estimate(call)
     if seconds > SHORT and host < 0.5 * seconds:
         return call, seconds, "events"
