@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-HIDDEN, WHOLE = -2, -1  # in a state, beside the numbers of bit tiles
+HIDDEN, WHOLE = -2, -1  # in a state, beside the numbers of bit tiles; they differ by 1
 
 
 class Grid(NamedTuple):
@@ -237,11 +237,16 @@ def evaluate(region: Region, grid: Grid) -> tuple[Tensor, Tensor]:
     """
     shape = (grid.batch, grid.heads, grid.rows, grid.columns)
     some, whole = region.blocks(grid)
-    state = torch.where(whole, WHOLE, HIDDEN).to(torch.int32).expand(shape).contiguous()
+    state = whole_state(whole.expand(shape))
     cut = (some & ~whole).expand(shape).nonzero()
     bits, numbers = _look(region, grid, cut)
     state[tuple(cut.unbind(1))] = numbers
     return state, bits
+
+
+def whole_state(blocks: Tensor) -> Tensor:
+    """The state of a mask of whole blocks: bool, True is visible."""
+    return blocks.to(torch.int32, memory_format=torch.contiguous_format) + HIDDEN
 
 
 def _look(region: Region, grid: Grid, cut: Tensor) -> tuple[Tensor, Tensor]:
@@ -250,19 +255,19 @@ def _look(region: Region, grid: Grid, cut: Tensor) -> tuple[Tensor, Tensor]:
     area = grid.block_q * grid.block_k
     room = 1 << (20 if grid.device.type == "cpu" else 22)  # elements at a time
     step, lines = max(1, room // area), max(1, min(grid.block_q, room // grid.block_k))
+    all_seen = torch.ones(grid.block_k, dtype=torch.bool, device=grid.device)
+    all_seen = _pack(all_seen, words)
     kept, numbers, total = [], [], 0
-    for blocks in cut.split(step):
-        parts, some, whole = [], None, None
-        for line in range(0, grid.block_q, lines):
-            seen = _elements(region, grid, blocks, line, min(line + lines, grid.block_q))
-            parts.append(_pack(seen, words))
-            seen = seen.flatten(1)
-            some = seen.any(1) if some is None else some | seen.any(1)
-            whole = seen.all(1) if whole is None else whole & seen.all(1)
+    for blocks in cut.split(step) if len(cut) else ():
+        parts = [
+            _pack(_elements(region, grid, blocks, line, line + lines), words)
+            for line in range(0, grid.block_q, lines)
+        ]
         tiles = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-        mixed = some & ~whole
+        whole = (tiles == all_seen).flatten(1).all(1)
+        mixed = (tiles != 0).flatten(1).any(1) & ~whole
         tiles, number = unique_tiles(tiles[mixed])
-        found = torch.where(whole, WHOLE, HIDDEN).to(torch.int32)
+        found = whole_state(whole)
         found[mixed] = number + total
         kept.append(tiles)
         numbers.append(found)
@@ -278,7 +283,8 @@ def _look(region: Region, grid: Grid, cut: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _elements(region: Region, grid: Grid, blocks: Tensor, begin: int, end: int) -> Tensor:
-    """Lines [begin, end) of some blocks: (n, end - begin, block_k), bool."""
+    """Lines [begin, end), cut to the block, of some blocks: (n, lines, block_k), bool."""
+    end = min(end, grid.block_q)
     b, h, row, column = (x[:, None, None] for x in blocks.unbind(1))
     q = row * grid.block_q + torch.arange(begin, end, device=grid.device)[:, None]
     k = column * grid.block_k + grid.range(grid.block_k)

@@ -14,7 +14,17 @@ from torch import Tensor
 
 from ._block_arguments import LONGEST, block_pair, int_tensor, integer, with_rank
 from ._block_patterns import Patterns
-from ._block_regions import HIDDEN, WHOLE, Grid, Predicate, Region, evaluate, lists, unpack
+from ._block_regions import (
+    HIDDEN,
+    WHOLE,
+    Grid,
+    Predicate,
+    Region,
+    evaluate,
+    lists,
+    unpack,
+    whole_state,
+)
 
 __all__ = ["LONGEST", "BlockMask"]
 
@@ -111,7 +121,7 @@ class BlockMask(Patterns):
             raise TypeError(f"flash_attn: blocks must be a bool tensor, got {found}")
         blocks = with_rank(blocks, 4, "blocks")
         size = block_pair(block_size)
-        return cls._from_state(torch.where(blocks, WHOLE, HIDDEN).int(), None, size)
+        return cls._from_state(whole_state(blocks), None, size)
 
     @classmethod
     def from_indices(
@@ -251,13 +261,17 @@ class BlockMask(Patterns):
         )
         areas = (heights[:, None] * widths).expand(state.shape)
         seen = int(areas[state == WHOLE].sum())
-        cut = (state >= 0).nonzero()
-        step = max(1, (1 << 22) // (self.block_size[0] * self.block_size[1]))
-        for places in cut.split(step):
-            tiles = unpack(self.bits[state[tuple(places.unbind(1))].long()], self.block_size[1])
-            live_q = torch.arange(self.block_size[0], device=self.device) < heights[places[:, 2:3]]
-            live_k = torch.arange(self.block_size[1], device=self.device) < widths[places[:, 3:4]]
-            seen += int((tiles & live_q[:, :, None] & live_k[:, None, :]).sum())
+        if self.bits is not None:
+            lines = (torch.arange(size, device=self.device) for size in self.block_size)
+            live_q, live_k = (
+                line < extent[:, None]
+                for line, extent in zip(lines, (heights, widths), strict=True)
+            )
+            step = max(1, (1 << 22) // (self.block_size[0] * self.block_size[1]))
+            for places in (state >= 0).nonzero().split(step):
+                b, h, row, column = places.unbind(1)
+                tiles = unpack(self.bits[state[b, h, row, column].long()], self.block_size[1])
+                seen += int((tiles & live_q[row][:, :, None] & live_k[column][:, None]).sum())
         return seen / total
 
     def to_dense(self) -> Tensor:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """BlockMask: lists against their dense form, parity of kernels that walk them, and what they
-cost."""
+cost. The patterns that make one: test_block_patterns.py."""
 
 import cases
 import pytest

@@ -24,14 +24,14 @@ def forward_args(device, dtype=torch.float32, grad=False, packed=False, features
     blocks = NONE * 7
     sizes = (0, 0)
     if features:
+        sizes = (2, 4)
         bias = torch.randn(1, 4, 5, 5, device=device, dtype=dtype, requires_grad=grad)
         slopes = torch.rand(4, device=device, requires_grad=grad)
         sinks = torch.randn(4, device=device, requires_grad=grad)
-        mask = flash_attn.BlockMask.from_dense(torch.ones(3, 2, dtype=torch.bool), (2, 4)).to(
-            device
+        mask = flash_attn.BlockMask.from_predicate(
+            lambda b, h, q, k: (q + k) % 4 < 3, None, None, 5, 5, sizes, device
         )
         blocks = mask.lists
-        sizes = (2, 4)
     philox = torch.tensor([3, 5], device=device) if p else None
     tensors = (q, k, v, cu, cu, None, None, None, None, bias, slopes, sinks, *blocks, philox)
     return (*tensors, 0.25, 0.0, p, -1, 0, *sizes, False, 0)

@@ -179,6 +179,38 @@ void test_block_visible() {
   }
 }
 
+// Bit tiles: a block with one is cut by it, inside and past a word; a tile that does not exist
+// hides nothing.
+void test_block_bits() {
+  const std::vector<int32_t> count = {3, 2}, index = {0, 1, 2, 0, 2, -1},
+                             tiles = {1, -1, 0, 7, 1, -1};
+  MaskSpec spec;
+  spec.block_q = 3;
+  spec.block_k = 40;  // two words
+  spec.blocks = {count.data(), index.data(), 0, 0, 0, 0, 2, 3, tiles.data()};
+  std::vector<uint32_t> bits(2 * 3 * 2);
+  const auto bit = [](int tile, int i, int j) { return (tile * 5 + i * 7 + j * 3) % 4 < 2; };
+  for (int tile = 0; tile < 2; ++tile) {
+    for (int i = 0; i < 3; ++i) {
+      for (int j = 0; j < 40; ++j)
+        bits[(tile * 3 + i) * 2 + j / 32] |= uint32_t{bit(tile, i, j)} << (j % 32);
+    }
+  }
+  spec.block_bits = bits.data();
+  spec.bit_tiles = 2;
+  for (int i = 0; i < 6; ++i) {
+    for (int j = 0; j < 120; ++j) {
+      const int row = i / 3, column = j / 40;
+      bool expected = true;
+      if (row == 0 && column == 0) expected = bit(1, i % 3, j % 40);
+      if (row == 0 && column == 2) expected = bit(0, i % 3, j % 40);
+      if (row == 1 && column == 1) expected = false;
+      if (row == 1 && column == 2) expected = bit(1, i % 3, j % 40);
+      CHECK_EQ(block_visible(spec, 0, 0, i, j), expected, i, j);
+    }
+  }
+}
+
 }  // namespace
 
 void test_mask() {
@@ -186,4 +218,5 @@ void test_mask() {
   test_huge();
   test_pictures();
   test_block_visible();
+  test_block_bits();
 }

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // KvTiles and QTiles against brute force: every tile with a visible element exactly once over all
 // splits, no other, `full` exactly where the whole tile is visible. Dense, windowed and block
-// lists, the latter with entries that are -1, past the end or wholly hidden.
+// lists, the latter with entries that are -1, past the end or wholly hidden. Tiles of a block with
+// a bit tile carry its number and are never full.
 #include <algorithm>
 #include <random>
 #include <vector>
@@ -189,6 +190,64 @@ void test_blocks() {
   }
 }
 
+// Every other listed block has a bit tile, of a number that says which block it is, in the list and
+// in its transpose.
+void test_bits() {
+  std::mt19937 random(2);
+  const auto bits_of = [](int a, int b) { return (a + b) % 2 == 0 ? a * 10 + b : -1; };
+  for (int repeat = 0; repeat < 200; ++repeat) {
+    const int ratio_m = 1 + random() % 3, ratio_n = 1 + random() % 3, lines = 4, columns = 5;
+    AttnParams p;
+    p.heads_q = p.heads_k = 1;
+    p.mask.block_q = 2 * ratio_m;
+    p.mask.block_k = 3 * ratio_n;
+    p.seqlen_q = p.mask.block_q * lines - random() % 2;
+    p.seqlen_k = p.mask.block_k * columns - random() % 3;
+    p.mask.window_right = random() % 2 ? kUnlimited : 0;
+    std::vector<bool> seen(lines * columns);
+    for (size_t e = 0; e < seen.size(); ++e)
+      seen[e] = random() % 3 != 0;
+    std::vector<int32_t> count, index, count_t, index_t;
+    p.mask.blocks = make_list(seen, 1, lines, columns, false, random, &count, &index);
+    p.mask.blocks_t = make_list(seen, 1, lines, columns, true, random, &count_t, &index_t);
+    const auto fill = [&](const std::vector<int32_t>& list, int width, bool transposed) {
+      std::vector<int32_t> bits(list.size(), -1);
+      for (size_t e = 0; e < list.size(); ++e) {
+        const int line = static_cast<int>(e) / width;
+        if (list[e] >= 0 && list[e] < 100)
+          bits[e] = transposed ? bits_of(list[e], line) : bits_of(line, list[e]);
+      }
+      return bits;
+    };
+    const std::vector<int32_t> bits = fill(index, p.mask.blocks.width, false);
+    const std::vector<int32_t> bits_t = fill(index_t, p.mask.blocks_t.width, true);
+    const SeqInfo s(p, 0);
+    // Ours with the bits against the same walk without them: the tiles are the same.
+    for (int begin = 0; begin < p.seqlen_q; begin += 2) {
+      p.mask.blocks.bits = nullptr;
+      KvTiles plain(p, s, 0, 0, begin, begin + 2, 3);
+      p.mask.blocks.bits = bits.data();
+      KvTiles walk(p, s, 0, 0, begin, begin + 2, 3);
+      for (KvTile t{}, u{}; plain.next(t);) {
+        CHECK(walk.next(u) && u.n == t.n && t.bits == -1);
+        CHECK_EQ(u.bits, bits_of(begin / p.mask.block_q, u.n / ratio_n));
+        CHECK_EQ(u.full, t.full && u.bits < 0);
+      }
+    }
+    for (int begin = 0; begin < p.seqlen_k; begin += 3) {
+      p.mask.blocks_t.bits = nullptr;
+      QTiles plain(p, s, 0, 0, begin, begin + 3, 2);
+      p.mask.blocks_t.bits = bits_t.data();
+      QTiles walk(p, s, 0, 0, begin, begin + 3, 2);
+      for (QTile t{}, u{}; plain.next(t);) {
+        CHECK(walk.next(u) && u.m == t.m && t.bits == -1);
+        CHECK_EQ(u.bits, bits_of(u.m / ratio_m, begin / p.mask.block_k));
+        CHECK_EQ(u.full, t.full && u.bits < 0);
+      }
+    }
+  }
+}
+
 // The slices of a split are within one tile of each other.
 void test_balance() {
   AttnParams p;
@@ -217,5 +276,6 @@ void test_balance() {
 void test_tiles() {
   test_dense();
   test_blocks();
+  test_bits();
   test_balance();
 }
