@@ -42,75 +42,75 @@ def is_global(x, positions):
     return sum((x == place) for place in positions).bool()
 
 
-# Name: (constructor of (seqlen_q, seqlen_k, size), rule of (p, j, u, c)).
+# Name: (constructor of (seqlen_q, seqlen_k), rule of (p, j, u, c)).
 PATTERNS = {
     "window": (
-        lambda q, k, size: BlockMask.sliding_window(q, k, (40, 9), block_size=size),
+        lambda q, k, **more: BlockMask.sliding_window(q, k, (40, 9), **more),
         lambda p, j, u, c: window(p, j, 40, 9),
     ),
     "window-unlimited": (
-        lambda q, k, size: BlockMask.sliding_window(q, k, (-1, 3), block_size=size),
+        lambda q, k, **more: BlockMask.sliding_window(q, k, (-1, 3), **more),
         lambda p, j, u, c: window(p, j, -1, 3),
     ),
     "window-int-causal": (
-        lambda q, k, size: BlockMask.sliding_window(q, k, 33, causal=True, block_size=size),
+        lambda q, k, **more: BlockMask.sliding_window(q, k, 33, causal=True, **more),
         lambda p, j, u, c: window(p, j, 33, 0),
     ),
     "window-none": (
-        lambda q, k, size: BlockMask.sliding_window(q, k, (-1, -1), block_size=size),
+        lambda q, k, **more: BlockMask.sliding_window(q, k, (-1, -1), **more),
         lambda p, j, u, c: window(p, j, -1, -1),
     ),
     "sink": (
-        lambda q, k, size: BlockMask.sink_window(q, k, 5, 20, block_size=size),
+        lambda q, k, **more: BlockMask.sink_window(q, k, 5, 20, **more),
         lambda p, j, u, c: (window(p, j, 20, 0) | (j < 5)) & (j <= p),
     ),
     "global": (
-        lambda q, k, size: BlockMask.window_global(q, k, 10, 4, block_size=size),
+        lambda q, k, **more: BlockMask.window_global(q, k, 10, 4, **more),
         lambda p, j, u, c: window(p, j, 10, 10) | (j < 4) | ((p >= 0) & (p < 4)),
     ),
     "global-list-causal": (
-        lambda q, k, size: BlockMask.window_global(
-            q, k, (12, -1), [0] if k else [], causal=True, block_size=size
+        lambda q, k, **more: BlockMask.window_global(
+            q, k, (12, -1), [0] if k else [], causal=True, **more
         ),
         lambda p, j, u, c: (window(p, j, 12, -1) | (j == 0) | (p == 0)) & (j <= p),
     ),
     "prefix": (
-        lambda q, k, size: BlockMask.prefix_lm(q, k, 37, block_size=size),
+        lambda q, k, **more: BlockMask.prefix_lm(q, k, 37, **more),
         lambda p, j, u, c: (j <= p) | (j < 37),
     ),
     "strided": (
-        lambda q, k, size: BlockMask.strided(q, k, 3, block_size=size),
+        lambda q, k, **more: BlockMask.strided(q, k, 3, **more),
         lambda p, j, u, c: (((u - c).abs() < 3) | ((u - c) % 3 == 0)) & (j <= p),
     ),
     "strided-both-ways": (
-        lambda q, k, size: BlockMask.strided(q, k, 2, causal=False, block_size=size),
+        lambda q, k, **more: BlockMask.strided(q, k, 2, causal=False, **more),
         lambda p, j, u, c: ((u - c).abs() < 2) | ((u - c) % 2 == 0),
     ),
     "fixed": (
-        lambda q, k, size: BlockMask.fixed(q, k, 3, block_size=size),
+        lambda q, k, **more: BlockMask.fixed(q, k, 3, **more),
         lambda p, j, u, c: (
             ((torch.div(u, 3, rounding_mode="floor") == c // 3) | (c % 3 == 2)) & (j <= p)
         ),
     ),
     "fixed-two": (
-        lambda q, k, size: BlockMask.fixed(q, k, 4, 2, causal=False, block_size=size),
+        lambda q, k, **more: BlockMask.fixed(q, k, 4, 2, causal=False, **more),
         lambda p, j, u, c: (torch.div(u, 4, rounding_mode="floor") == c // 4) | (c % 4 >= 2),
     ),
     "dilated": (
-        lambda q, k, size: BlockMask.dilated(q, k, 2, 2, block_size=size),
+        lambda q, k, **more: BlockMask.dilated(q, k, 2, 2, **more),
         lambda p, j, u, c: ((u - c).abs() <= 4) & ((u - c) % 2 == 0),
     ),
     "butterfly": (
-        lambda q, k, size: BlockMask.butterfly(q, k, block_size=size),
+        lambda q, k, **more: BlockMask.butterfly(q, k, **more),
         lambda p, j, u, c: butterfly(u, c),
     ),
     "butterfly-causal": (
-        lambda q, k, size: BlockMask.butterfly(q, k, 2, 1, causal=True, block_size=size),
+        lambda q, k, **more: BlockMask.butterfly(q, k, 2, 1, causal=True, **more),
         lambda p, j, u, c: butterfly(u, c, 2, 1) & (j <= p),
     ),
     "predicate": (
-        lambda q, k, size: BlockMask.from_predicate(
-            lambda b, h, i, j: (i * 7 + j * 3) % 5 < 2, None, None, q, k, size
+        lambda q, k, **more: BlockMask.from_predicate(
+            lambda b, h, i, j: (i * 7 + j * 3) % 5 < 2, None, None, q, k, **more
         ),
         lambda p, j, u, c: ((p - j.shape[1] + p.shape[0]) * 7 + j * 3) % 5 < 2,
     ),
@@ -119,6 +119,7 @@ PATTERNS = {
 
 def check_mask(mask, expected):
     """Elements, lists and densities of a mask against (batch, heads, seqlen_q, seqlen_k) bool."""
+    density, mask = mask.element_density, mask.to("cpu")
     assert torch.equal(mask.to_elements(), expected.expand(*mask.shape[:2], -1, -1))
     size_q, size_k = mask.block_size
     batch, heads, rows, columns = mask.shape
@@ -153,17 +154,17 @@ def check_mask(mask, expected):
         assert len(torch.unique(mask.bits, dim=0)) == len(mask.bits)
     if expected.numel():
         assert abs(mask.density - blocks.double().mean()) < 1e-9
-        assert abs(mask.element_density - expected.double().mean()) < 1e-9
+        assert abs(density - expected.double().mean()) < 1e-9
 
 
 @pytest.mark.parametrize("name", PATTERNS)
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_patterns(name, size):
+def test_patterns(name, size, device):
     make, rule = PATTERNS[name]
     for seqlen_q, seqlen_k in LENGTHS if size != 1 else [(20, 33), (33, 20)]:
         i, j, p = indices(seqlen_q, seqlen_k)
-        mask = make(seqlen_q, seqlen_k, size)
-        assert mask.seqlens == (seqlen_q, seqlen_k)
+        mask = make(seqlen_q, seqlen_k, block_size=size, device=device)
+        assert mask.seqlens == (seqlen_q, seqlen_k) and mask.device.type == device
         check_mask(mask, rule(p, j, *units(p, j, size))[None, None])
 
 
@@ -177,17 +178,14 @@ def test_patterns_prefix_of_each_batch_entry():
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("lengths", [[50, 0, 64, 1, 37], [200], [1] * 9, []])
-def test_patterns_documents(lengths, causal):
+def test_patterns_documents(lengths, causal, device):
     ids = torch.tensor([n for n, length in enumerate(lengths) for _ in range(length)]).long()
     i, j, _ = indices(len(ids), len(ids))
     expected = (ids[:, None] == ids[None, :]) & ((j <= i) if causal else True)
     for size in (64, (32, 16), (7, 5)):
-        check_mask(
-            BlockMask.documents(lengths, causal=causal, block_size=size), expected[None, None]
-        )
-        check_mask(
-            BlockMask.documents(ids=ids, causal=causal, block_size=size), expected[None, None]
-        )
+        more = {"causal": causal, "block_size": size}
+        check_mask(BlockMask.documents(lengths, **more, device=device), expected[None, None])
+        check_mask(BlockMask.documents(ids=ids.to(device), **more), expected[None, None])
 
 
 def test_patterns_documents_ids_in_any_order():
@@ -199,12 +197,12 @@ def test_patterns_documents_ids_in_any_order():
         check_mask(BlockMask.documents(ids=ids, block_size=size), expected[:, None])
 
 
-def test_patterns_topk():
+def test_patterns_topk(device):
     scores = torch.randn(2, 3, 4, 5)
     scores[0, 0, 1] = 0.0  # equal scores: the earlier blocks
     scores[0, 1, 2, :4] = float("-inf")
     scores[1, 0, 0, 2] = float("nan")
-    mask = BlockMask.topk(scores, 2, 120, 150, block_size=(32, 30))
+    mask = BlockMask.topk(scores.to(device), 2, 120, 150, block_size=(32, 30)).to("cpu")
     ranked = scores.nan_to_num(nan=float("-inf"), neginf=float("-inf"))
     expected = torch.zeros(2, 3, 4, 5, dtype=torch.bool)
     for place in torch.cartesian_prod(*map(torch.arange, (2, 3, 4))).tolist():
@@ -231,15 +229,15 @@ def test_patterns_topk_causal():
             assert torch.equal(mask.to_elements()[0, head, rows], expected[rows])
 
 
-def test_patterns_predicate_by_batch_and_head():
-    elements = torch.rand(2, 3, 100, 90) < 0.5
+def test_patterns_predicate_by_batch_and_head(device):
+    elements = torch.rand(2, 3, 100, 90, device=device) < 0.5
     elements[:, :, :64, :32] = True
     elements[1, :, 64:, 32:] = False
     for size in (64, (32, 48), 128):
         mask = BlockMask.from_predicate(
-            lambda b, h, q, k: elements[b, h, q, k], 2, 3, 100, 90, size
+            lambda b, h, q, k: elements[b, h, q, k], 2, 3, 100, 90, size, device
         )
-        check_mask(mask, elements)
+        check_mask(mask, elements.cpu())
     one = BlockMask.from_predicate(lambda b, h, q, k: (h > 0) & (q >= k), None, 2, 40, 40, 16)
     assert one.shape == (1, 2, 3, 3) and not one.to_dense()[0, 0].any()
 
