@@ -155,7 +155,8 @@ def bench_sparse(bench: Bench, dtype: torch.dtype) -> None:
         dense: dict[tuple[str, int], float] = {}
         for shape in bench.shapes(shapes.sparse(bench.cuda)):
             line = f"{op} {shape.name:<38}"
-            for name, row in bench.point("sparse", op, shape, dtype).items():
+            found = bench.point("sparse", op, shape, dtype)
+            for name, row in found.items():
                 if row.ms is None:
                     continue
                 if shape.density is None:
@@ -163,10 +164,7 @@ def bench_sparse(bench: Bench, dtype: torch.dtype) -> None:
                 share = row.ms / dense.get((name, shape.head_dim), float("nan"))
                 high = name == "ours" and share > (shape.density or 1) + SPARSE_ALLOWANCE
                 line += f"  {name} {row.ms:.3f} ({share:.3f}{'!' * high})"
-            key = op, shape.name, str(dtype).removeprefix("torch."), "ms"
-            for peer, figure in report.recorded(bench.name).get(key, {}).items():
-                line += f"  {peer}* {figure:.3f}" if peer not in bench.impls else ""
-            say(line)
+            say(line + report.stars(found, bench.name, "ms"))
 
 
 def bench_decode(bench: Bench, dtype: torch.dtype) -> None:
@@ -174,14 +172,12 @@ def bench_decode(bench: Bench, dtype: torch.dtype) -> None:
     say("\ndecode: us, GB/s of k and v, share of the limit; * recorded")
     for shape in bench.shapes(shapes.decode(bench.cuda)):
         line = f"{shape.name:<30}"
-        for name, row in bench.point("decode", "decode", shape, dtype).items():
+        found = bench.point("decode", "decode", shape, dtype)
+        for name, row in found.items():
             if row.ms is not None:
                 line += f"  {name} {row.ms * 1e3:.1f} us {row.gbps:.0f}"
                 line += f" {row.share:.0%}" if row.share is not None else ""
-        key = "decode", shape.name, str(dtype).removeprefix("torch."), "us"
-        for peer, figure in report.recorded(bench.name).get(key, {}).items():
-            line += f"  {peer}* {figure:.1f} us" if peer not in bench.impls else ""
-        say(line)
+        say(line + report.stars(found, bench.name, "us"))
 
 
 def bench_memory(bench: Bench, dtype: torch.dtype) -> None:
@@ -196,7 +192,7 @@ def bench_memory(bench: Bench, dtype: torch.dtype) -> None:
         say(f"\nmemory, MiB of the process at its peak; before: {process_mib():.0f}")
     for shape in bench.shapes(shapes.memory(bench.cuda)):
         for op in ("fwd", "fwd_bwd") if bench.cuda else ("fwd_bwd",):
-            line = f"{op:<8} {shape.name:<28}"
+            line, found = f"{op:<8} {shape.name:<28}", {}
             for name in bench.impls if bench.cuda else ["ours"]:
                 row = bench.row("memory", op, shape, dtype, name)
                 try:
@@ -206,11 +202,9 @@ def bench_memory(bench: Bench, dtype: torch.dtype) -> None:
                     row.note = (str(error).splitlines() or [""])[0][:160]
                 asked = (name, op, shape.seqlen) == ("ours", "fwd_bwd", tokens)
                 line += "!" * bool(asked and (row.peak_mib or 0) > limit)
-                bench.rows.append(row)
-            key = op, shape.name, str(dtype).removeprefix("torch."), "MiB"
-            for peer, figure in report.recorded(bench.name).get(key, {}).items():
-                line += f"  {peer}* {figure:.0f}" if peer not in bench.impls else ""
-            say(line)
+                found[name] = row
+            bench.rows += found.values()
+            say(line + report.stars(found, bench.name, "MiB"))
 
 
 def process_mib() -> float:

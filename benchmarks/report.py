@@ -80,8 +80,15 @@ def recorded(device: str) -> dict[tuple[str, str, str, str], dict[str, float]]:
     return found
 
 
-def recorded_tflops(row: Row, device: str) -> dict[str, float]:
-    return recorded(device).get((row.op, row.shape, row.dtype, "TFLOP/s"), {})
+def recorded_of(row: Row, device: str, unit: str = "TFLOP/s") -> dict[str, float]:
+    return recorded(device).get((row.op, row.shape, row.dtype, unit), {})
+
+
+def stars(rows: dict[str, Row], device: str, unit: str) -> str:
+    """The recorded figures of peers that are not among a point's rows, each with a star."""
+    figures = recorded_of(next(iter(rows.values())), device, unit) if rows else {}
+    name = "" if unit == "TFLOP/s" else f" {unit}"
+    return "".join(f"  {p}* {figures[p]:g}{name}" for p in figures if p not in rows)
 
 
 def best_over_cudnn(row: Row, device: str) -> float | None:
@@ -89,7 +96,7 @@ def best_over_cudnn(row: Row, device: str) -> float | None:
 
     Clocks differ from run to run, so two figures of one run are compared with two of another.
     """
-    peers = recorded_tflops(row, device)
+    peers = recorded_of(row, device)
     return max(peers.values()) / peers["sdpa_cudnn"] if "sdpa_cudnn" in peers else None
 
 
@@ -139,8 +146,7 @@ def speed_line(rows: dict[str, Row], device: str, unit: str) -> str:
         rate = row.tflops * (1e3 if unit == "GFLOP/s" else 1)
         line += f"  {row.impl} {row.ms:.3f} ms {rate:.0f}"
         line += f" {row.share:.0%}" if row.share is not None else ""
-    for peer, figure in recorded_tflops(first, device).items():
-        line += f"  {peer}* {figure:.0f}" if peer not in rows else ""
+    line += stars(rows, device, "TFLOP/s") + stars(rows, device, "ms")
     ratios = comparisons(rows, device)
     if ratios:
         line += "  |  " + "  ".join(f"/{peer} {ratio:.2f}" for peer, ratio in ratios.items())
@@ -247,7 +253,7 @@ def draw_panel(axis, rows: list[Row], device: str) -> None:
         lines.setdefault(row.impl, {})[row.seqlen] = row.tflops
     live = set(lines)
     for row in rows:
-        for peer, figure in recorded_tflops(row, device).items():
+        for peer, figure in recorded_of(row, device).items():
             if peer not in live and peer != "sdpa_efficient":
                 lines.setdefault(peer, {})[row.seqlen] = figure
     for name, points in lines.items():
