@@ -127,6 +127,19 @@ def test_comparisons_and_summary():
     assert "ours over sdpa_cudnn: geometric mean 1.414, least 1.000 (b16 h32 s1024" in text
 
 
+def test_stars_are_the_peers_that_did_not_run():
+    shape = shapes.gpt2()[0]
+    rows = {
+        "sdpa_cudnn": Row("speed", "fwd_bwd", shape.name, "float16", "sdpa_cudnn", 64, 1024, True)
+    }
+    assert (
+        report.stars(rows, H200, "ms")
+        == "  sdpa_flash* 2.619 ms  sdpa_efficient* 5.132 ms  eager* 19.844 ms"
+    )
+    assert report.stars(rows, H200, "TFLOP/s") == report.stars({}, H200, "ms") == ""
+    assert report.stars(rows, "another GPU", "ms") == ""
+
+
 def test_missing_times_are_reported_once():
     rows = paper_rows()
     for row in rows[1::2]:
@@ -156,25 +169,24 @@ def test_picture(tmp_path):
     assert "no speed" in report.picture(str(tmp_path / "b.png"), [], machine)
 
 
-def problem(feature="plain", **shape):
+def problem(feature="plain", device="cpu", **shape):
     size = {"batch": 2, "seqlen": 256, "heads": 4, "head_dim": 32} | shape
-    return workload.Problem(Shape(**size), torch.float32, torch.device("cpu"), feature)
+    return workload.Problem(Shape(**size), torch.float32, torch.device(device), feature)
 
 
 CHECKED = {
-    "full": problem,
-    "causal": lambda: problem(causal=True),
-    "gqa": lambda: problem(heads_k=2, seqlen=100, seqlen_k=300, causal=True),
-    "blocks": lambda: problem(seqlen=512, density=0.5),
-    **{f: (lambda f=f: problem(f)) for f in workload.FEATURES},
-    "dropout of the shape": lambda: problem(dropout=0.1),
+    "causal": {"causal": True},
+    "gqa": {"heads_k": 2, "seqlen": 100, "seqlen_k": 300, "causal": True},
+    "blocks": {"seqlen": 512, "density": 0.5},
+    **{f: {"feature": f} for f in workload.FEATURES},
+    "dropout of the shape": {"dropout": 0.1},
 }
 
 
 @pytest.mark.parametrize("name", CHECKED)
 @pytest.mark.parametrize("op", ["fwd", "bwd", "fwd_bwd"])
-def test_check_passes_ours(name, op):
-    given = CHECKED[name]()
+def test_check_passes_ours(name, op, device):
+    given = problem(device=device, **CHECKED[name])
     results = implementations.make_call("ours", given, op)()
     expected = workload.reference(given, op)
     assert len(results) == len(expected) == {"fwd": 1, "bwd": 3, "fwd_bwd": 4}[op]
@@ -219,11 +231,26 @@ def test_measure_interleaves():
     assert timing.measure({}, False, 1.0) == {}
 
 
-def test_program(tmp_path):
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_measure_on_a_gpu():
+    """A short call is replayed as a graph; a long one is timed as it is, and takes longer."""
+    with torch.cuda.stream(torch.cuda.Stream()):
+        small, large = torch.ones(256, device="cuda"), torch.ones(1 << 29, device="cuda")
+        calls = {"small": lambda: small.mul_(1), "large": lambda: large.mul_(1)}
+        for call in calls.values():
+            call()
+        found = timing.measure(calls, True, 0.01)
+        assert (found["small"].how, found["large"].how) == ("graph", "events")
+        assert 10 * found["small"].seconds < found["large"].seconds
+        assert timing.peak_bytes(lambda: torch.empty(1 << 20, device="cuda")) == 4 << 20
+
+
+def test_program(device, tmp_path):
     """One run as a user starts it: the table, the files, then the table again from the file."""
     program = [sys.executable, str(FOLDER / "bench.py")]
     file, table = tmp_path / "a.json", tmp_path / "a.csv"
-    options = ["--device", "cpu", "--shapes", "tiny", "--op", "fwd,bwd", "--impl", "ours,sdpa,fa3"]
+    impl = "ours,sdpa,fa3" if device == "cpu" else "ours,sdpa"
+    options = ["--device", device, "--shapes", "tiny", "--op", "fwd,bwd", "--impl", impl]
     files = ["--json", str(file), "--csv", str(table)]
     done = subprocess.run(
         [*program, *options, "--seconds", "0.01", *files],
@@ -232,10 +259,13 @@ def test_program(tmp_path):
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    for word in ("b2 h4 s128 d32 causal", "fa3 does not run: GPU only", "geometric mean", "/sdpa"):
+    for word in ("b2 h4 s128 d32 causal", "geometric mean", "/sdpa"):
         assert word in done.stdout
+    assert ("fa3 does not run: GPU only" in done.stdout) == (device == "cpu")
     rows = json.loads(file.read_text())["rows"]
     assert len(rows) == 2 * 2 * 2 and all(row["ms"] > 0 and row["error"] < 1e-4 for row in rows)
+    if device == "cpu":
+        assert {row["how"] for row in rows} == {"wall"}
     again = subprocess.run([*program, "--load", str(file)], capture_output=True, text=True)
     assert again.returncode == 0 and "geometric mean" in again.stdout
 
