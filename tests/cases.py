@@ -6,6 +6,8 @@ REGULAR    round sizes, every dtype: the everyday call.
 IRREGULAR  lengths, head dims and head counts around tile and vector borders.
 FEATURES   every pair of feature values occurs in at least one case (`pairwise`).
 CORNERS    empty, single, fully masked, unequal.
+PAIRS      for a GPU, where kernels are many: pairs of features again, over every head_dim bucket;
+           PLAIN_PAIRS for the kernels without score features, GENERAL_PAIRS for those with them.
 """
 
 import itertools
@@ -42,7 +44,7 @@ class Case:
     sinks: bool = False
     dropout: float = 0.0
     blocks: tuple = ()  # (block_q, block_k)
-    bits: bool = False  # some of the blocks are partly visible
+    bits: bool = False  # with blocks: some visible blocks hide elements
     lse_grad: bool = False
     deterministic: bool = False
     scale: float | None = None
@@ -110,6 +112,7 @@ def pairs_of(row, names):
 
 def _with_lengths(row):
     row = dict(row)
+    row["bits"] = row.get("bits", False) and bool(row["blocks"])
     row["seqlen_q"], row["seqlen_k"] = row.pop("lengths")
     row["heads"], row["heads_k"] = row.pop("head_counts")
     row["head_dim"], row["head_dim_v"] = row.pop("dims")
@@ -238,6 +241,82 @@ CORNERS = [
 ]
 
 ALL = REGULAR + IRREGULAR + FEATURES + CORNERS
+
+_MASKS = [
+    (False, (-1, -1)),
+    (True, (-1, -1)),
+    (False, (20, 7)),
+    (True, (70, -1)),
+    (False, (-1, 3)),
+    (False, (140, -1)),
+]
+
+# Lengths beside tile edges; few queries and many keys, which are split; more queries than keys.
+_PLAIN_AXES = {
+    "dtype": ["bf16", "fp16", "fp32"],
+    "dims": [
+        (64, 0),
+        (128, 0),
+        (1, 0),
+        (3, 5),
+        (40, 0),
+        (80, 0),
+        (96, 0),
+        (160, 0),
+        (192, 128),
+        (64, 128),
+        (256, 0),
+        (320, 0),
+        (512, 0),
+    ],
+    "lengths": [
+        (64, 64),
+        (128, 256),
+        (65, 129),
+        (127, 63),
+        (1, 257),
+        (2, 1),
+        (255, 127),
+        (3, 1500),
+        (200, 333),
+        (300, 40),
+    ],
+    "head_counts": [(4, 4), (4, 1), (8, 1), (8, 2), (6, 3)],
+    "mask": _MASKS,
+    "packed": [False, True],
+    "blocks": [(), (64, 64), (128, 128), (128, 64), (48, 40)],
+    "bits": [False, True],
+    "sinks": [False, True],
+    "lse_grad": [False, True],
+    "deterministic": [False, True],
+    "scale": [None, 0.3, -0.4, 0.0],
+    "contiguous": [False, True],
+}
+
+_GENERAL_AXES = {
+    "dtype": ["bf16", "fp16", "fp32"],
+    "dims": [(64, 0), (128, 0), (33, 0), (192, 128), (64, 128), (256, 0), (512, 0)],
+    "lengths": [(64, 128), (129, 65), (1, 257), (3, 1500), (200, 333)],
+    "head_counts": [(4, 4), (8, 1), (8, 2)],
+    "mask": _MASKS[:5],
+    "packed": [False, True],
+    "softcap": [0.0, 2.0],
+    "slopes": ["", "heads", "batch"],
+    "bias": ["", "full", "row", "column", "head", "one", "mask"],
+    "bias_fp32": [False, True],
+    "sinks": [False, True],
+    "dropout": [0.0, 0.25],
+    "blocks": [(), (64, 64), (128, 128), (48, 40)],
+    "bits": [False, True],
+    "lse_grad": [False, True],
+    "deterministic": [False, True],
+    "scale": [None, -0.4, 0.0],
+    "contiguous": [False, True],
+}
+
+PLAIN_PAIRS = [_with_lengths(row) for row in pairwise(_PLAIN_AXES)]
+GENERAL_PAIRS = [_with_lengths(row) for row in pairwise(_GENERAL_AXES)]
+PAIRS = PLAIN_PAIRS + GENERAL_PAIRS
 
 
 def forward_only(cases):

@@ -3,7 +3,8 @@
 problem.py.
 
 A test with the argument `device` runs on "cpu" and on "cuda"; the second is skipped, with the
-reason, where there is no GPU or the build has no attention kernels for it.
+reason, where there is no GPU or the build has no attention kernels for it. With
+FLASH_ATTN_TEST_POISON=1 every test finds free GPU memory full of NaN.
 """
 
 import os
@@ -24,6 +25,10 @@ def cuda_missing():
     return ""
 
 
+# For whole files that are about a GPU alone.
+needs_cuda = pytest.mark.skipif(bool(cuda_missing()), reason=cuda_missing() or "-")
+
+
 def pytest_generate_tests(metafunc):
     if "device" in metafunc.fixturenames:
         reason = cuda_missing()
@@ -31,7 +36,26 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("device", ["cpu", pytest.param("cuda", marks=skip)])
 
 
+def pytest_collection_modifyitems(config, items):
+    """fp64 is for the CPU: on a GPU such cases are left out, not skipped one by one."""
+    wrong = [item for item in items if _fp64_on_cuda(item)]
+    if wrong:
+        config.hook.pytest_deselected(items=wrong)
+        items[:] = [item for item in items if not _fp64_on_cuda(item)]
+
+
+def _fp64_on_cuda(item):
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    values = [getattr(value, "dtype", value) for value in params.values()]
+    return params.get("device") == "cuda" and ("fp64" in values or torch.float64 in values)
+
+
 def pytest_configure(config):
+    config.addinivalue_line("markers", "sanitizer: the reduced set for compute-sanitizer")
+    # Else a GPU's bf16 references lose more than bf16 products and fp32 sums, and the tolerance
+    # with them.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
         # Else every worker starts as many compiler processes as there are cores.
@@ -42,6 +66,22 @@ def pytest_configure(config):
 def seeded(request):
     """One seed a test, from its name, so that order and selection change nothing."""
     torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
+    if os.environ.get("FLASH_ATTN_TEST_POISON") == "1" and not cuda_missing():
+        poison_free_memory()
+
+
+def poison_free_memory():
+    """Fills what the caching allocator hands out next, small blocks and large, with bytes of 255:
+    NaN in every floating dtype, -1 in integers."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    sizes = {512: 256, 4 << 10: 128, 64 << 10: 64, 1 << 20: 64, 128 << 20: 3}
+    blocks = [
+        torch.full((size,), 255, dtype=torch.uint8, device="cuda")
+        for size, count in sizes.items()
+        for _ in range(count)
+    ]
+    del blocks
 
 
 @pytest.fixture

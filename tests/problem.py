@@ -10,8 +10,10 @@ import oracle
 import torch
 
 import flash_attn
+from flash_attn import _host as host
 
 SPARE_ROWS = 3
+BACKWARD_HEAD_DIM = 256  # what the specification promises of a GPU; more where there are rows
 
 
 def poison(x, swap=True):
@@ -25,6 +27,14 @@ def poison(x, swap=True):
     view = buffer[tuple(slice(1, 1 + size) for size in inner.shape)]
     view.copy_(inner)
     return view.transpose(-3, -2) if swap else view
+
+
+def has_backward(device, *head_dims):
+    """Whether these head_dims have gradients on the device; beyond, the forward alone is tested."""
+    if torch.device(device).type == "cpu":
+        return True
+    rows = [row for row in host.rows() if row["arch"] > 0 and row["pass"] == "backward"]
+    return max(head_dims) <= max([row["head_dim"] for row in rows] + [BACKWARD_HEAD_DIM])
 
 
 class Problem:
@@ -66,6 +76,7 @@ class Problem:
             name: x.detach().requires_grad_(x.is_floating_point()) for name, x in leaves.items()
         }
         self.blocks = self.make_blocks() if case.blocks else None
+        self.elements = self.make_elements() if case.bits else None
         self.dout = self.rows(self.lens_q, case.seqlen_q, case.heads, case.dim_v)
         self.dlse = self.draw(*self.lse_shape()).to(self.device) if case.lse_grad else None
 
@@ -134,6 +145,23 @@ class Problem:
             self.device,
         )
 
+    def make_elements(self):
+        """(batch, heads, longest_q, longest_k) bool inside the visible blocks: every other one,
+        counted from the top left, hides a third of its elements and whole rows."""
+        size_q, size_k = self.case.blocks
+        wide = self.blocks.repeat_interleave(size_q, 2).repeat_interleave(size_k, 3)
+        wide = wide[:, :, : self.longest[0], : self.longest[1]]
+        seen = torch.rand(wide.shape, generator=self.rng).to(self.device) < 0.67
+        seen[:, :, 2::5] = False
+        block_row = torch.arange(wide.shape[2], device=self.device)[:, None] // size_q
+        block_column = torch.arange(wide.shape[3], device=self.device) // size_k
+        return wide & (seen | ((block_row + block_column) % 2 == 1))
+
+    def block_mask(self):
+        if self.elements is None:
+            return flash_attn.BlockMask.from_dense(self.blocks, self.case.blocks)
+        return element_mask(self.elements, self.case.blocks)
+
     def lse_shape(self):
         if self.case.packed:
             return (self.case.heads, sum(self.lens_q) + SPARE_ROWS)
@@ -196,8 +224,10 @@ class Problem:
         scale = oracle.default_scale(case.head_dim) if case.scale is None else case.scale
         window = (case.window[0], 0) if case.causal else case.window
         rule = oracle.Rule(scale, window, case.softcap, dropout_p=case.dropout)
-        if self.blocks is not None:
-            rule.blocks, rule.block_size = self.blocks[b], (1, 1) if case.bits else case.blocks
+        if self.elements is not None:
+            rule.blocks = self.elements[b]
+        elif self.blocks is not None:
+            rule.blocks, rule.block_size = self.blocks[b], case.blocks
         if keep is not None:
             len_q, len_k = self.longest
             if case.packed:
@@ -256,6 +286,16 @@ class Problem:
         return ~torch.signbit(signed)
 
 
+def element_mask(elements, block_size):
+    """The BlockMask of a (batch, heads, seqlen_q, seqlen_k) bool tensor."""
+    return flash_attn.BlockMask.from_predicate(
+        lambda b, h, i, j: elements[b, h, i, j],
+        *elements.shape,
+        block_size=block_size,
+        device=elements.device,
+    )
+
+
 def raw_forward(q, k, v, scale=1.0, window=(-1, -1), dropout_p=0.0, philox=None):
     """The registered operator itself, with nothing but what is named."""
     options = (scale, 0.0, dropout_p, *window, 0, 0, False, 0)
@@ -301,6 +341,7 @@ SMALL = 64  # tensors of at most this many elements are judged over four draws
 def check(case, device="cpu", backend=None, gradients=True, seed=0, problem=None):
     """Runs a case through the library and through the oracle, and compares everything. A
     `problem` with values of its own is judged over one draw."""
+    gradients = gradients and has_backward(device, case.head_dim, case.dim_v)
     found, draws = {}, 4 if problem is None else 1
     for draw in range(draws):
         problem = Problem(case, device, seed + draw) if draws > 1 else problem
