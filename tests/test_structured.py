@@ -100,7 +100,7 @@ def test_structured_huge_equal_scores(sign, shape, dtype, device):
     torch.testing.assert_close(out[live], torch.ones_like(out[live]), **close)
     assert not out[~live].any()
     exact = torch.full_like(lse[live.transpose(-1, -2)], 448.0 * 544.0 * sign)
-    torch.testing.assert_close(lse[live.transpose(-1, -2)], exact, rtol=1e-6, atol=20.0)
+    torch.testing.assert_close(lse[live.transpose(-1, -2)], exact, rtol=1e-6, atol=7.0)
 
     # dv sums each key's weights over the queries of its group: together the number of live rows.
     dout = torch.ones_like(out)
@@ -114,10 +114,10 @@ def test_structured_huge_equal_scores(sign, shape, dtype, device):
 @pytest.mark.parametrize("lengths", [(64, 64), (65, 129), (3, 257), (129, 1)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_structured_permutation(lengths, dtype, device):
-    """A query that matches one key far better than all others copies that key's value, to the bit: every
-    (row, column) of every tile is met, so a swapped pair shows."""
+    """A query that matches one key far better than all others copies that key's value, to the bit:
+    every (row, column) of every tile is met, so a swapped pair shows."""
     len_q, len_k = lengths
-    dim = 64 if len_k <= 64 else 288 if device == "cpu" else 256
+    dim = 64 if len_k <= 64 else 256
     q, k = (torch.zeros(1, n, 2, dim, device=device, dtype=dtype) for n in (len_q, len_k))
     order = torch.randperm(max(len_q, len_k), device=device)[:len_q] % len_k
     codes = torch.randint(0, 2, (len_k, dim), device=device) * 2.0 - 1.0
