@@ -5,6 +5,7 @@ import cases
 import oracle
 import pytest
 import torch
+from conftest import needs_cuda
 from problem import Problem, check, raw_forward
 
 import flash_attn
@@ -36,17 +37,17 @@ def test_dropout_parity(p, dtype, packed, device):
     )
 
 
-def test_dropout_philox_written_out():
+def test_dropout_philox_written_out(device):
     """Known answer of the op: its decisions, read off one-hot values, are those of the design's
     formula."""
     seed, offset, p = 0x1234_5678_9ABC_DEF0, 77, 0.4
-    philox = torch.tensor([seed, offset])
-    q = torch.zeros(2, 37, 3, 4)
-    k = torch.zeros(2, 70, 3, 4)
-    v = torch.eye(70).expand(2, 3, 70, 70).transpose(1, 2)
+    philox = torch.tensor([seed, offset], device=device)
+    q = torch.zeros(2, 37, 3, 4, device=device)
+    k = torch.zeros(2, 70, 3, 4, device=device)
+    v = torch.eye(70, device=device).expand(2, 3, 70, 70).transpose(1, 2)
     out, _ = raw_forward(q, k, v, dropout_p=p, philox=philox)
     expected = oracle.philox_keep(seed, offset, 2, 3, 37, 70, p)
-    assert torch.equal(out.transpose(1, 2) > 0, expected)
+    assert torch.equal(out.transpose(1, 2).cpu() > 0, expected)
     torch.testing.assert_close(out.max().item(), oracle.realised_scale(p) / 70)
 
 
@@ -137,30 +138,49 @@ def test_dropout_seeds(device):
         return flash_attn.flash_attn_func(q, q, q, dropout_p=0.2)
 
     torch.manual_seed(1)
-    a, b, after = draw(), draw(), torch.rand(1)
+    a, b, after = draw(), draw(), torch.rand(1, device=device)
     torch.manual_seed(1)
     c, d = draw(), draw()
     assert torch.equal(a, c) and torch.equal(b, d) and not torch.equal(a, b)
     torch.manual_seed(1)
-    if device == "cpu":
-        assert not torch.equal(torch.rand(1), after)
+    assert not torch.equal(torch.rand(1, device=device), after)
 
 
 @pytest.mark.parametrize("p", [1e-16, 1e-5])
 def test_dropout_tiny(p, device):
     q = torch.randn(1, 30, 2, 16, device=device)
-    torch.testing.assert_close(
-        flash_attn.flash_attn_func(q, q, q, dropout_p=p),
-        flash_attn.flash_attn_func(q, q, q),
-        rtol=1e-4,
-        atol=1e-4,
-    ) if p < 1e-10 else None
-    assert flash_attn.flash_attn_func(q, q, q, dropout_p=p).isfinite().all()
+    out = flash_attn.flash_attn_func(q, q, q, dropout_p=p)
+    if p < 1e-10:
+        torch.testing.assert_close(out, flash_attn.flash_attn_func(q, q, q), rtol=1e-4, atol=1e-4)
+    assert out.isfinite().all()
 
 
-def test_dropout_none_draws_nothing():
+def test_dropout_none_draws_nothing(device):
     """Without dropout the generator stays where it was."""
-    q = torch.randn(1, 5, 2, 8)
-    before = torch.get_rng_state()
+    q = torch.randn(1, 5, 2, 8, device=device)
+    state = torch.get_rng_state if device == "cpu" else torch.cuda.get_rng_state
+    before = state()
     flash_attn.flash_attn_func(q, q, q)
-    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(state(), before)
+
+
+@needs_cuda
+def test_dropout_mask_is_that_of_the_cpu():
+    """One seed and offset, every dtype, behind a window: the same decisions on both devices, in the
+    backward pass too."""
+    philox = torch.tensor([0x0FED_CBA9_8765_4321, 12345])
+    sizes = [(dtype, length) for dtype in ("fp32", "bf16", "fp16") for length in (64, 130)]
+    for dtype, length in sizes:
+        masks = []
+        for device in ("cpu", "cuda"):
+            q = torch.zeros(2, 99, 4, 64, device=device, dtype=cases.DTYPES[dtype])
+            k = torch.zeros(2, length, 2, 64, device=device, dtype=q.dtype)
+            v = torch.eye(length, device=device, dtype=q.dtype)[None, :, None].repeat(2, 1, 2, 1)
+            out, _ = raw_forward(
+                q, k, v.requires_grad_(), dropout_p=0.4, philox=philox.to(device), window=(-1, 60)
+            )
+            dout = torch.eye(99, 130, device=device, dtype=q.dtype)[None, :, None, :length]
+            (dv,) = torch.autograd.grad(out, v, dout.expand_as(out))
+            masks.append(((out != 0).cpu(), (dv != 0).cpu()))
+        assert torch.equal(masks[0][0], masks[1][0]) and torch.equal(masks[0][1], masks[1][1])
+        assert masks[0][0].any() and masks[0][1].any()

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Every compiled kernel row against the oracle, each CPU instruction set forced: a new row is
-tested without writing a test."""
+"""Every compiled kernel row against the oracle, each CPU instruction set and each kind of GPU
+forced: a new row is tested without writing a test."""
 
+import itertools
 from dataclasses import replace
 
 import cases
@@ -47,15 +48,82 @@ def test_kernels_cpu(row, monkeypatch, two_threads):
         check(case, gradients=row["pass"] == "backward")
 
 
+# Compute capability * 10: KiB of shared memory that a block of such a GPU may have.
+GPUS = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+CUDA_ROWS = [r for r in ROWS if r["arch"] > 0 and r["pass"] in ("forward", "backward")]
+PLAIN = [
+    cases.Case(1, 65, 129, heads=2, heads_k=1, causal=True, lse_grad=True),
+    cases.Case(1, 200, 150, heads=2, heads_k=2, window=(50, 20), sinks=True),
+    cases.Case(packed=True, seqlen_q=130, seqlen_k=190, causal=True),
+    cases.Case(1, 150, 266, heads=2, heads_k=1, blocks=(64, 64), bits=True),
+    cases.Case(3, 1, 300, heads=8, heads_k=2),
+    cases.Case(1, 2, 2000, heads=4, heads_k=2, contiguous=True),
+    cases.Case(1, 300, 300, heads=1, heads_k=1, deterministic=True, contiguous=True),
+]
+GENERAL = [
+    cases.Case(1, 65, 129, heads=2, heads_k=1, causal=True, bias="full", lse_grad=True),
+    cases.Case(2, 100, 150, heads=2, heads_k=2, window=(50, 20), slopes="batch", dropout=0.2),
+    cases.Case(packed=True, seqlen_q=130, seqlen_k=190, softcap=2.0, bias="column", sinks=True),
+    cases.Case(1, 150, 266, heads=2, heads_k=1, blocks=(64, 64), bits=True, bias="mask"),
+    cases.Case(3, 1, 300, heads=8, heads_k=2, softcap=5.0),
+    cases.Case(1, 2, 2000, heads=4, heads_k=2, bias="head", bias_fp32=True),
+    cases.Case(1, 130, 200, heads=2, heads_k=1, bias="one", slopes="heads", deterministic=True),
+    cases.Case(1, 70, 90, heads=2, heads_k=2, scale=-0.5, contiguous=True),
+]
+
+
+def planned(row, arch, smem, dim_loss=0):
+    """The row's name that a GPU of this kind takes for problems of the row's size."""
+    problem = {name: row[name] for name in ("pass", "dtype", "head_dim", "head_dim_v")}
+    problem |= {name: problem[name] - dim_loss for name in ("head_dim", "head_dim_v")}
+    problem |= {"device": "cuda", "arch": arch, "sm_count": 132, "smem_per_block": smem << 10}
+    problem |= {"seqlen_q": 512, "seqlen_k": 512, "bias": row["score"] == "general"}
+    return host.plan(problem)["kernel"]
+
+
+def gpu_of(row):
+    """(arch, KiB of shared memory) of the first kind of GPU that takes the row, or None."""
+    kinds = [kind for kind in GPUS.items() if planned(row, *kind) == row["name"]]
+    return kinds[0] if kinds else None
+
+
+@pytest.mark.parametrize("row", CUDA_ROWS, ids=lambda row: row["name"])
+def test_kernels_no_row_is_idle(row):
+    """Some GPU takes every row: else it would only cost compile time."""
+    assert gpu_of(row) is not None
+
+
+@pytest.mark.skipif(not CUDA_ROWS, reason="this build has no CUDA attention kernels")
+@pytest.mark.parametrize("arch", GPUS)
+def test_kernels_every_gpu_is_served(arch):
+    """Every dtype, head_dim and score of the specification, on every GPU from sm_75; the backward
+    to 256. Turing has no bf16."""
+    missing = []
+    dtypes = ["float16", "float32"] + ["bfloat16"] * (arch >= 80)
+    dims = [(1, 1), (64, 64), (64, 128), (128, 128), (192, 128), (256, 256)]
+    for dtype, score in itertools.product(dtypes, ("plain", "general")):
+        for which, pairs in (("forward", [*dims, (512, 512)]), ("backward", dims)):
+            for head_dim, head_dim_v in pairs:
+                row = {"pass": which, "dtype": dtype, "score": score}
+                row |= {"head_dim": head_dim, "head_dim_v": head_dim_v}
+                if planned(row, arch, GPUS[arch]) is None:
+                    missing.append((which, dtype, score, head_dim, head_dim_v))
+    assert not missing
+
+
 @pytest.mark.skipif(bool(cuda_missing()), reason=cuda_missing() or "-")
-@pytest.mark.parametrize(
-    "row",
-    [r for r in ROWS if r["arch"] > 0 and r["pass"] in ("forward", "backward")],
-    ids=lambda row: row["name"],
-)
-def test_kernels_cuda(row):
-    for case in CASES:
-        case = replace(case, dtype=SHORT[row["dtype"]], head_dim=row["head_dim"])
+@pytest.mark.parametrize("row", CUDA_ROWS, ids=lambda row: row["name"])
+def test_kernels_cuda(row, monkeypatch):
+    """The row forced by taking this GPU for a smaller one; full and odd head dims."""
+    arch, smem = gpu_of(row)
+    if arch > 10 * torch.cuda.get_device_capability()[0] + torch.cuda.get_device_capability()[1]:
+        pytest.skip(f"this GPU cannot run {row['name']}")
+    monkeypatch.setenv("FLASH_ATTN_CUDA_LIMITS", f"{arch}:{smem << 10}")
+    for index, case in enumerate(GENERAL if row["score"] == "general" else PLAIN):
+        loss = 3 * (index % 3 == 2)
+        assert planned(row, arch, smem, loss) == row["name"]
+        dims = {"head_dim": row["head_dim"] - loss, "head_dim_v": row["head_dim_v"] - loss}
+        case = replace(case, dtype=SHORT[row["dtype"]], **dims)
         check(case, "cuda", backend=row["family"], gradients=row["pass"] == "backward")
 
 
