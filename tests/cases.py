@@ -44,7 +44,7 @@ class Case:
     sinks: bool = False
     dropout: float = 0.0
     blocks: tuple = ()  # (block_q, block_k)
-    bits: bool = False  # with blocks: some visible blocks hide elements
+    bits: bool = False  # some of the blocks are partly visible
     lse_grad: bool = False
     deterministic: bool = False
     scale: float | None = None
@@ -112,7 +112,6 @@ def pairs_of(row, names):
 
 def _with_lengths(row):
     row = dict(row)
-    row["bits"] = row.get("bits", False) and bool(row["blocks"])
     row["seqlen_q"], row["seqlen_k"] = row.pop("lengths")
     row["heads"], row["heads_k"] = row.pop("head_counts")
     row["head_dim"], row["head_dim_v"] = row.pop("dims")
@@ -251,6 +250,15 @@ _MASKS = [
     (False, (140, -1)),
 ]
 
+_BLOCKS = [
+    ((), False),
+    ((64, 64), False),
+    ((64, 64), True),
+    ((128, 128), True),
+    ((128, 64), False),
+    ((48, 40), True),
+]
+
 # Lengths beside tile edges; few queries and many keys, which are split; more queries than keys.
 _PLAIN_AXES = {
     "dtype": ["bf16", "fp16", "fp32"],
@@ -284,8 +292,7 @@ _PLAIN_AXES = {
     "head_counts": [(4, 4), (4, 1), (8, 1), (8, 2), (6, 3)],
     "mask": _MASKS,
     "packed": [False, True],
-    "blocks": [(), (64, 64), (128, 128), (128, 64), (48, 40)],
-    "bits": [False, True],
+    "blocks": _BLOCKS,
     "sinks": [False, True],
     "lse_grad": [False, True],
     "deterministic": [False, True],
@@ -306,8 +313,7 @@ _GENERAL_AXES = {
     "bias_fp32": [False, True],
     "sinks": [False, True],
     "dropout": [0.0, 0.25],
-    "blocks": [(), (64, 64), (128, 128), (48, 40)],
-    "bits": [False, True],
+    "blocks": _BLOCKS,
     "lse_grad": [False, True],
     "deterministic": [False, True],
     "scale": [None, -0.4, 0.0],

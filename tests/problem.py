@@ -76,7 +76,6 @@ class Problem:
             name: x.detach().requires_grad_(x.is_floating_point()) for name, x in leaves.items()
         }
         self.blocks = self.make_blocks() if case.blocks else None
-        self.elements = self.make_elements() if case.bits else None
         self.dout = self.rows(self.lens_q, case.seqlen_q, case.heads, case.dim_v)
         self.dlse = self.draw(*self.lse_shape()).to(self.device) if case.lse_grad else None
 
@@ -145,23 +144,6 @@ class Problem:
             self.device,
         )
 
-    def make_elements(self):
-        """(batch, heads, longest_q, longest_k) bool inside the visible blocks: every other one,
-        counted from the top left, hides a third of its elements and whole rows."""
-        size_q, size_k = self.case.blocks
-        wide = self.blocks.repeat_interleave(size_q, 2).repeat_interleave(size_k, 3)
-        wide = wide[:, :, : self.longest[0], : self.longest[1]]
-        seen = torch.rand(wide.shape, generator=self.rng).to(self.device) < 0.67
-        seen[:, :, 2::5] = False
-        block_row = torch.arange(wide.shape[2], device=self.device)[:, None] // size_q
-        block_column = torch.arange(wide.shape[3], device=self.device) // size_k
-        return wide & (seen | ((block_row + block_column) % 2 == 1))
-
-    def block_mask(self):
-        if self.elements is None:
-            return flash_attn.BlockMask.from_dense(self.blocks, self.case.blocks)
-        return element_mask(self.elements, self.case.blocks)
-
     def lse_shape(self):
         if self.case.packed:
             return (self.case.heads, sum(self.lens_q) + SPARE_ROWS)
@@ -224,10 +206,8 @@ class Problem:
         scale = oracle.default_scale(case.head_dim) if case.scale is None else case.scale
         window = (case.window[0], 0) if case.causal else case.window
         rule = oracle.Rule(scale, window, case.softcap, dropout_p=case.dropout)
-        if self.elements is not None:
-            rule.blocks = self.elements[b]
-        elif self.blocks is not None:
-            rule.blocks, rule.block_size = self.blocks[b], case.blocks
+        if self.blocks is not None:
+            rule.blocks, rule.block_size = self.blocks[b], (1, 1) if case.bits else case.blocks
         if keep is not None:
             len_q, len_k = self.longest
             if case.packed:
@@ -284,16 +264,6 @@ class Problem:
         with torch.no_grad():
             signed = self.call(backend, return_attn_probs=True)[2]
         return ~torch.signbit(signed)
-
-
-def element_mask(elements, block_size):
-    """The BlockMask of a (batch, heads, seqlen_q, seqlen_k) bool tensor."""
-    return flash_attn.BlockMask.from_predicate(
-        lambda b, h, i, j: elements[b, h, i, j],
-        *elements.shape,
-        block_size=block_size,
-        device=elements.device,
-    )
 
 
 def raw_forward(q, k, v, scale=1.0, window=(-1, -1), dropout_p=0.0, philox=None):
