@@ -296,7 +296,7 @@ _PLAIN_AXES = {
     "sinks": [False, True],
     "lse_grad": [False, True],
     "deterministic": [False, True],
-    "scale": [None, 0.3, -0.4, 0.0],
+    "scale": [None, 0.3],  # 0 and below go to the kernels with score features
     "contiguous": [False, True],
 }
 

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <array>
+#include <cstdio>
+#include <cstdlib>
 #include <mutex>
 
 #include <cuda_runtime.h>
@@ -24,9 +26,8 @@ int capability_of(int device) {
          attribute(cudaDevAttrComputeCapabilityMinor, device);
 }
 
-}  // namespace
-
-const DeviceInfo& device_info(int device) {
+// Read once for each device.
+const DeviceInfo& whole_device(int device) {
   static std::array<DeviceInfo, 64> infos;
   static std::array<std::once_flag, 64> once;
   std::call_once(once.at(device), [device] {
@@ -39,6 +40,22 @@ const DeviceInfo& device_info(int device) {
     info.l2_bytes = attribute(cudaDevAttrL2CacheSize, device);
   });
   return infos[device];
+}
+
+}  // namespace
+
+DeviceInfo device_info(int device) {
+  DeviceInfo info = whole_device(device);
+  if (const char* limits = std::getenv("FLASH_ATTN_CUDA_LIMITS")) {
+    int arch = 0, smem = 0;
+    if (std::sscanf(limits, "%d:%d", &arch, &smem) != 2) {
+      raise("ValueError",
+            message("FLASH_ATTN_CUDA_LIMITS must be two numbers, as 80:101376, got ", limits));
+    }
+    info.arch = std::min(info.arch, arch);
+    info.smem_per_block = std::min(info.smem_per_block, smem);
+  }
+  return info;
 }
 
 void check_launch(int code, const char* name, int device) {

@@ -7,8 +7,10 @@
 
 namespace flash_attn {
 
-// Read once for each device, which must be the current one.
-const DeviceInfo& device_info(int device);
+// The device, which must be the current one, as far as FLASH_ATTN_CUDA_LIMITS allows:
+// "<capability * 10>:<bytes of shared memory of a block>", by which tests reach the rows that
+// smaller GPUs take.
+DeviceInfo device_info(int device);
 
 // Throws where `code`, a cudaError_t, is no success. `name`: the kernel that was launched on
 // `device`.
