@@ -395,8 +395,8 @@ def test_bits_are_those_of_every_run(name):
             assert torch.equal(found[key], x), key
 
 
-def test_bits_dk_and_dv_without_the_flag():
-    """BC-55: no atomic touches dk and dv of plain attention; dq stays within rounding."""
+def test_bc55_dk_and_dv_without_the_flag():
+    """No atomic touches dk and dv of plain attention; dq stays within rounding."""
     problem = Problem(cases.Case(20, 512, 128, 1, 1, 128, dtype="fp16"), "cuda")
     first = problem.ours()
     for _ in range(20):
