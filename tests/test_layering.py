@@ -29,11 +29,13 @@ ALLOWED = {
         ["cuda"],
     ),
     "cuda/sm80": (
-        ["core/", "plan/kernel_list.h", "cuda/ptx/", "cuda/tile/", "cuda/launch.h", "cuda/sm80/"],
+        ["core/", "plan/kernel_list.h", "plan/plan.h", "cuda/ptx/", "cuda/tile/"]
+        + ["cuda/launch.h", "cuda/support/", "cuda/sm80/"],
         ["cuda"],
     ),
     "cuda/sm90": (
-        ["core/", "plan/kernel_list.h", "cuda/ptx/", "cuda/tile/", "cuda/launch.h", "cuda/sm90/"],
+        ["core/", "plan/kernel_list.h", "plan/plan.h", "cuda/ptx/", "cuda/tile/"]
+        + ["cuda/launch.h", "cuda/support/", "cuda/sm90/"],
         ["cuda"],
     ),
     "cuda/inst": (

@@ -63,6 +63,10 @@ class TileWalk {
     return false;
   }
 
+  // All that next() changes: a walk may be kept elsewhere and taken up again.
+  FA_HD int position() const { return position_; }
+  FA_HD void resume(int position) { position_ = position; }
+
  private:
   static constexpr int kMaxTiles = 0x7fffffff;
 

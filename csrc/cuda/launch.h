@@ -7,17 +7,37 @@
 
 namespace flash_attn {
 
-// kernel<<<blocks, threads, 0, stream>>>(args...). Blocks lie along grid.x, whose limit is 2^31
-// - 1.
+// kernel<<<blocks, threads, shared_bytes, stream>>>(args...). Blocks lie along grid.x, whose limit
+// is 2^31 - 1.
 template <class... Params, class... Args>
-cudaError_t launch(
-    void (*kernel)(Params...), int64_t blocks, int threads, cudaStream_t stream, Args... args) {
+cudaError_t launch_shared(void (*kernel)(Params...),
+                          int64_t blocks,
+                          int threads,
+                          int shared_bytes,
+                          cudaStream_t stream,
+                          const Args&... args) {
   if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
+  if (shared_bytes > 48 * 1024) {  // more must be asked for, on each device
+    const cudaError_t error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    if (error != cudaSuccess) return error;
+  }
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
   config.stream = stream;
   return cudaLaunchKernelEx(&config, kernel, Params(args)...);
+}
+
+// The same without dynamic shared memory.
+template <class... Params, class... Args>
+cudaError_t launch(void (*kernel)(Params...),
+                   int64_t blocks,
+                   int threads,
+                   cudaStream_t stream,
+                   const Args&... args) {
+  return launch_shared(kernel, blocks, threads, 0, stream, args...);
 }
 
 // Compute capability * 10 for which the code of a kernel that the current device takes was

@@ -6,6 +6,7 @@
 
 namespace flash_attn {
 
+extern const KernelList kSm80ForwardF16, kSm80ForwardBf16;
 extern const KernelList kSupport;
 
 int cuda_code();  // KernelTable::cuda_code

@@ -7,7 +7,7 @@
 
 namespace flash_attn {
 
-static const KernelList* const kLists[] = {&kSupport};
+static const KernelList* const kLists[] = {&kSm80ForwardBf16, &kSm80ForwardF16, &kSupport};
 const KernelTable kCudaTable = {kLists, std::size(kLists), nullptr, cuda_code};
 
 }  // namespace flash_attn

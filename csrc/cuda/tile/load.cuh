@@ -37,21 +37,24 @@ struct QueryRows {
   }
 };
 
+// Element of slot 0 of a key head; of row 0 of page 0 when paged.
+template <class Element>
+__device__ __forceinline__ const Element* key_base(const AttnParams& p,
+                                                   const TensorRef& t,
+                                                   const SeqInfo& seq,
+                                                   int head) {
+  const Element* base = static_cast<const Element*>(t.ptr) + head * t.head;
+  return p.pages.table == nullptr ? base + seq.k_offset(t, 0, 0) : base;
+}
+
 // Key-side rows of one head: slot j -> pointer. Holds references into the kernel's parameters,
 // which lie in constant memory.
 template <class Element>
 struct KeyRows {
   const AttnParams& p;
   const TensorRef& t;
-  const Element* base;
-  int batch, first, end;
-
-  __device__ __forceinline__ KeyRows(
-      const AttnParams& params, const TensorRef& tensor, const SeqInfo& seq, int batch_, int head)
-      : p(params), t(tensor), batch(batch_), first(seq.k_first), end(seq.k_len) {
-    base = static_cast<const Element*>(t.ptr) + head * t.head;
-    if (p.pages.table == nullptr) base += seq.k_offset(t, 0, 0);
-  }
+  const Element* base;    // key_base
+  int batch, first, end;  // of the sequence; the live slots [first, end)
 
   __device__ __forceinline__ bool even() const { return p.pages.table == nullptr; }
   __device__ __forceinline__ int64_t stride() const { return t.row; }
@@ -65,18 +68,17 @@ struct KeyRows {
   }
 };
 
-// Whether 16-byte copies may be used: every row begins at a multiple of 16 bytes and is whole
-// chunks.
+// Whether 16-byte copies may be used: every row begins at a multiple of 16 bytes.
 template <class Element>
-__device__ __forceinline__ bool copies_whole_chunks(const TensorRef& t, int dim) {
+__device__ __forceinline__ bool copies_whole_chunks(const TensorRef& t) {
   constexpr int kEach = 16 / sizeof(Element);
-  return (reinterpret_cast<uintptr_t>(t.ptr) % 16 | t.batch % kEach | t.row % kEach |
-          t.head % kEach | dim % kEach) == 0;
+  return ((reinterpret_cast<uintptr_t>(t.ptr) % 16) | (t.batch % kEach) | (t.row % kEach) |
+          (t.head % kEach)) == 0;
 }
 
-// One chunk, element by element: for rows that are not aligned, and the end of a row.
+// One chunk, element by element: for rows that are not aligned.
 template <class Element>
-__device__ __noinline__ void load_chunk_slowly(uint32_t smem, const Element* source, int count) {
+__device__ __forceinline__ void load_chunk_slowly(uint32_t smem, const Element* source, int count) {
   uint16_t value[kChunk];
 #pragma unroll
   for (int c = 0; c < kChunk; ++c) {
@@ -91,38 +93,61 @@ __device__ __noinline__ void load_chunk_slowly(uint32_t smem, const Element* sou
                : "memory");
 }
 
-// Rows [begin, begin + kRows) of `rows` -> the tile at `smem`. Asynchronous: the caller commits and
-// waits. Evenly spaced rows of whole chunks, the usual case, take a path without branches.
+// Rows [begin, begin + kRows) of `rows`, those before `limit`, -> the tile at `smem`, columns past
+// `dim` zero. Asynchronous: the caller commits and waits. Eight neighbouring threads copy the 128
+// bytes of a row that lie in one panel. Evenly spaced aligned rows, the usual case, take a path
+// without branches.
 template <int kRows, int kDim, int kThreads, class Rows>
 __device__ __forceinline__ void load_tile(
-    uint32_t smem, const Rows& rows, int begin, int dim, bool whole_chunks) {
-  constexpr int kChunks = kDim / kChunk, kStep = kThreads / kChunks;
-  static_assert(kThreads % kChunks == 0 && kRows % kStep == 0);
-  const int chunk = threadIdx.x % kChunks, first = threadIdx.x / kChunks;
-  const int column = chunk * kChunk;
+    uint32_t smem, const Rows& rows, int begin, int limit, int dim, bool whole_chunks) {
+  constexpr int kPanels = kDim / kPanelColumns, kStep = kThreads / kPanelChunks;
+  constexpr uint32_t kPanelBytes = kRows * 128;
+  static_assert(kDim % kPanelColumns == 0);
+  static_assert(kRows % kStep == 0 || kStep % kRows == 0);
+  const int first = threadIdx.x / kPanelChunks, column = threadIdx.x % kPanelChunks * kChunk;
+  if (kStep > kRows && first >= kRows) return;
+  // Of row first + r. The swizzle depends on row % 8, which steps of 8 rows leave alone.
+  const uint32_t first_to = smem + tile_offset<kRows>(first, threadIdx.x % kPanelChunks);
+  const auto to = [&](int r) {
+    if constexpr (kStep % 8 == 0) return first_to + r * 128;
+    return smem + tile_offset<kRows>(first + r, threadIdx.x % kPanelChunks);
+  };
+  const int end = min(rows.end, limit);
+  int bytes[kPanels];
+#pragma unroll
+  for (int panel = 0; panel < kPanels; ++panel)
+    bytes[panel] = 2 * clamp_to(dim - column - panel * kPanelColumns, 0, kChunk);
   if (whole_chunks && rows.even()) {
     const int64_t stride = rows.stride();
     const auto* source = rows.base + (begin + first) * stride + column;
-    // The swizzle of a row depends on row % 8, which steps of 8 rows leave alone.
-    static_assert(kStep % 8 == 0);
-    const uint32_t to = smem + tile_offset<kRows>(first, chunk);
 #pragma unroll
     for (int r = 0; r < kRows; r += kStep) {
       const int row = begin + first + r;
-      const bool live = row >= rows.first && row < rows.end && column < dim;
-      ptx::copy_async_16(to + r * 128, source + r * stride, live ? 16 : 0);
+      const bool live = row >= rows.first && row < end;
+#pragma unroll
+      for (int panel = 0; panel < kPanels; ++panel) {
+        ptx::copy_async_16(to(r) + panel * kPanelBytes, source + r * stride + panel * kPanelColumns,
+                           live ? bytes[panel] : 0);
+      }
     }
     return;
   }
 #pragma unroll 1
-  for (int r = first; r < kRows; r += kStep) {
-    const auto* source = rows(begin + r);
-    const uint32_t to = smem + tile_offset<kRows>(r, chunk);
-    if (whole_chunks) {
-      const bool live = source != nullptr && column < dim;
-      ptx::copy_async_16(to, live ? source + column : rows.base, live ? 16 : 0);
-    } else {
-      load_chunk_slowly(to, source == nullptr ? nullptr : source + column, dim - column);
+  for (int r = 0; first + r < kRows; r += kStep) {
+    const int row = begin + first + r;
+    const auto* source = row < end ? rows(row) : nullptr;
+    const uint32_t row_to = to(r);
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel) {
+      const int from = column + panel * kPanelColumns;
+      if (whole_chunks) {
+        const int size = source != nullptr ? bytes[panel] : 0;
+        ptx::copy_async_16(row_to + panel * kPanelBytes, size != 0 ? source + from : rows.base,
+                           size);
+      } else {
+        load_chunk_slowly(row_to + panel * kPanelBytes, source == nullptr ? nullptr : source + from,
+                          dim - from);
+      }
     }
   }
 }

@@ -4,116 +4,137 @@
 // kernels have it; each feature is a branch that all threads take alike.
 #pragma once
 
-#include "core/mask.h"
 #include "core/philox.h"
-#include "core/rows.h"
 #include "cuda/ptx/math.cuh"
-#include "cuda/tile/fragment.cuh"
+#include "cuda/tile/bias.cuh"
 
 namespace flash_attn {
 
-// tanh x by exponentials: 1 - 2 / (e^2|x| + 1). Absolute error 2^-22.
-__device__ __forceinline__ float tanh_exact(float x) {
-  const float e = ptx::exp2_approx(fabsf(x) * 2.885390082f);
-  return copysignf(1 - __fdividef(2.0f, e + 1), x);
-}
-
-__device__ __forceinline__ float bias_at(const Bias& bias, int64_t at) {
-  if (bias.boolean) return static_cast<const uint8_t*>(bias.ptr)[at] ? 0.0f : -INFINITY;
-  switch (bias.dtype) {
-    case DType::kF16: return __half2float(static_cast<const __half*>(bias.ptr)[at]);
-    case DType::kBF16: return __bfloat162float(static_cast<const __nv_bfloat16*>(bias.ptr)[at]);
-    default: return static_cast<const float*>(bias.ptr)[at];
-  }
-}
-
-// The rows of a thread: row h of block b is 8 * h below the first row of the block.
-template <int kRowBlocks>
-struct ThreadRows {
-  int position[kRowBlocks][2], head[kRowBlocks][2];
-
-  // `row`: packed row of the warp's first.
-  __device__ ThreadRows(const PackedRows& rows, int row, int end) {
-#pragma unroll
-    for (int b = 0; b < kRowBlocks; ++b) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int r = min(row + 16 * b + 8 * h + static_cast<int>(threadIdx.x) % 32 / 4, end - 1);
-        position[b][h] = rows.position(r);
-        head[b][h] = rows.head(r);
-      }
-    }
-  }
-};
-
-// scores, q . k -> the scores of the specification, in natural units. `key`: first key of the tile.
+// q . k -> scale * (q . k), capped: cap * tanh(scale * (q . k) / cap) with tanh x = 1 - 2 / (e^2x +
+// 1) of |x|, whose absolute error is 2^-22.
 template <int kRowBlocks, int kColumns>
-__device__ __forceinline__ void apply_features(float (&s)[kRowBlocks][kColumns][4],
-                                               const AttnParams& p,
-                                               const Mask& mask,
-                                               const ThreadRows<kRowBlocks>& rows,
-                                               int batch,
-                                               int key) {
-  const float scale = static_cast<float>(p.softmax_scale), cap = static_cast<float>(p.softcap);
+__device__ __forceinline__ void scale_and_cap(float (&s)[kRowBlocks][kColumns][4],
+                                              float scale,
+                                              float cap) {
+  if (cap <= 0) {
+#pragma unroll
+    for (int e = 0; e < kRowBlocks * kColumns * 4; ++e)
+      s[e / 4 / kColumns][e / 4 % kColumns][e % 4] *= scale;
+    return;
+  }
+  const float twice = scale / cap * 2.885390082f;  // 2 log2 e
+#pragma unroll
+  for (int e = 0; e < kRowBlocks * kColumns * 4; ++e) {
+    float& x = s[e / 4 / kColumns][e / 4 % kColumns][e % 4];
+    x *= twice;
+    const float inverse = ptx::reciprocal_approx(ptx::exp2_approx(fabsf(x)) + 1);
+    x = copysignf(fmaf(-2 * cap, inverse, cap), x);
+  }
+}
+
+// s -= slope * |i + k_len - q_len - j|.
+template <int kRowBlocks, int kColumns>
+__device__ __forceinline__ void apply_alibi(float (&s)[kRowBlocks][kColumns][4],
+                                            const Alibi& alibi,
+                                            const Mask& mask,
+                                            const WarpRows& rows,
+                                            int batch,
+                                            int key) {
 #pragma unroll
   for (int b = 0; b < kRowBlocks; ++b) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int i = rows.position[b][h], head = rows.head[b][h];
-      const float slope =
-          p.alibi.slopes != nullptr ? p.alibi.slopes[batch * p.alibi.batch + head] : 0.0f;
-      const int64_t row = batch * p.bias.batch + head * p.bias.head + i * p.bias.row;
+      const float slope = alibi.slopes[batch * alibi.batch + rows.head(b, h)];
+      const int away = rows.position(b, h) + mask.k_len - mask.q_len - key - fragment_column(0);
+      const float distance = static_cast<float>(away);
 #pragma unroll
       for (int n = 0; n < kColumns; ++n) {
 #pragma unroll
-        for (int c = 2 * h; c < 2 * h + 2; ++c) {
-          const int j = key + 8 * n + fragment_column(c);
-          float x = s[b][n][c] * scale;
-          if (cap > 0) x = cap * tanh_exact(x / cap);
-          if (p.alibi.slopes != nullptr)
-            x -= slope * static_cast<float>(abs(i + mask.k_len - mask.q_len - j));
-          if (p.bias.ptr != nullptr && j < mask.k_len) {
-            const float bias = bias_at(p.bias, row + j * p.bias.col);
-            x = bias == -INFINITY ? -INFINITY : x + bias;
-          }
-          s[b][n][c] = x;
+        for (int c = 0; c < 2; ++c) {
+          float& x = s[b][n][2 * h + c];
+          x = fmaf(-slope, fabsf(distance - static_cast<float>(8 * n + c)), x);
         }
       }
     }
   }
 }
 
+// q . k -> the scores of the specification, in natural units. `key`: first key of the tile.
+template <int kRowBlocks, int kColumns>
+__device__ __forceinline__ void apply_features(float (&s)[kRowBlocks][kColumns][4],
+                                               const AttnParams& p,
+                                               const Mask& mask,
+                                               const WarpRows& rows,
+                                               const BiasTile<kRowBlocks, kColumns>& bias,
+                                               int batch,
+                                               int key) {
+  scale_and_cap(s, static_cast<float>(p.softmax_scale), static_cast<float>(p.softcap));
+  if (p.alibi.slopes != nullptr) apply_alibi(s, p.alibi, mask, rows, batch, key);
+  if (p.bias.ptr != nullptr) bias.add_to(s, p.bias);
+}
+
+// Dropout of any tile, element by element. Bit 2 * n + c of the result: column c of this thread's
+// in the n-th eight columns is kept. `j`: key of the first.
+template <int kColumns>
+__device__ __forceinline__ uint32_t kept_columns(const DropoutMask& mask, int i, int j) {
+  static_assert(kColumns <= 16);
+  uint32_t kept = 0;
+#pragma unroll 1
+  for (int e = 0; e < 2 * kColumns; ++e) {
+    const int key = j + e / 2 * 8 + e % 2, lane = dropout_lane(i, key);
+    const Philox4 all = mask.lanes(i, key);
+    const uint32_t low = lane & 2 ? all.word[1] : all.word[0];
+    const uint32_t high = lane & 2 ? all.word[3] : all.word[2];
+    const uint32_t value = (lane & 4 ? high : low) >> (lane % 2 * 16) & 0xffffu;
+    kept |= uint32_t{value < mask.keep_below} << e;
+  }
+  return kept;
+}
+
 // Zeroes the probabilities that dropout drops; the scale of the others waits for the end. A call of
 // Philox covers rows g, g + 8 and the same column of four neighbouring 8-column accumulators
-// (core/philox.h), so a block of 16 rows x 32 columns takes two.
+// (core/philox.h), so a block of 16 rows x 32 columns takes two a thread. Packed heads, and tiles
+// that begin between multiples of 16 rows or 32 keys, break that up and go one by one.
 template <int kRowBlocks, int kColumns>
 __device__ __forceinline__ void apply_dropout(float (&s)[kRowBlocks][kColumns][4],
                                               const AttnParams& p,
-                                              const ThreadRows<kRowBlocks>& rows,
+                                              const WarpRows& rows,
                                               int batch,
                                               int key) {
-  static_assert(kColumns % 4 == 0);
+  constexpr int kLanes = kColumns < 4 ? kColumns : 4;
+  static_assert(kLanes == 4 || kLanes == 2);
+  const bool second = kLanes == 2 && key % 32 == 16;  // half of a call's columns
+  if (rows.rows.group == 1 && rows.first % 16 == 0 && (key % 32 == 0 || second)) {
+    const DropoutMask mask(p, batch, rows.rows.head_first);
+#pragma unroll
+    for (int b = 0; b < kRowBlocks; ++b) {
+      const int i = rows.first + 16 * b + fragment_row(0);
+#pragma unroll
+      for (int n = 0; n < kColumns; n += 4) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          Philox4 lanes = mask.lanes(i, key + 8 * n + fragment_column(c));
+          if (second) lanes.word[0] = lanes.word[1], lanes.word[2] = lanes.word[3];
+#pragma unroll
+          for (int m = 0; m < kLanes; ++m) {
+            if (lanes.lane(m) >= mask.keep_below) s[b][n + m][c] = 0;
+            if (lanes.lane(4 + m) >= mask.keep_below) s[b][n + m][2 + c] = 0;
+          }
+        }
+      }
+    }
+    return;
+  }
 #pragma unroll
   for (int b = 0; b < kRowBlocks; ++b) {
 #pragma unroll
-    for (int n = 0; n < kColumns; n += 4) {
+    for (int h = 0; h < 2; ++h) {
+      const uint32_t kept = kept_columns<kColumns>(DropoutMask(p, batch, rows.head(b, h)),
+                                                   rows.position(b, h), key + fragment_column(0));
 #pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const int j = key + 8 * n + fragment_column(c);
-        const DropoutMask first(p, batch, rows.head[b][0]);
-        const Philox4 lanes = first.lanes(rows.position[b][0], j);
-        // Packed heads and tiles that begin between multiples of 16 break the pairing of rows.
-        const bool paired = rows.head[b][1] == rows.head[b][0] &&
-                            rows.position[b][1] == rows.position[b][0] + 8 &&
-                            rows.position[b][0] % 16 < 8;
-        const Philox4 other =
-            paired ? lanes : DropoutMask(p, batch, rows.head[b][1]).lanes(rows.position[b][1], j);
-        const int half0 = rows.position[b][0] / 8 % 2 * 4, half1 = rows.position[b][1] / 8 % 2 * 4;
-#pragma unroll
-        for (int m = 0; m < 4; ++m) {
-          if (lanes.lane(half0 + m) >= first.keep_below) s[b][n + m][c] = 0;
-          if (other.lane(half1 + m) >= first.keep_below) s[b][n + m][2 + c] = 0;
-        }
+      for (int n = 0; n < kColumns; ++n) {
+        if ((kept >> (2 * n) & 1u) == 0) s[b][n][2 * h] = 0;
+        if ((kept >> (2 * n + 1) & 1u) == 0) s[b][n][2 * h + 1] = 0;
       }
     }
   }

@@ -1,7 +1,15 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The online softmax of a warp's rows: running maximum m and sum l, in units of the scores times
-// scale_log2. A thread holds two rows of each 16-row block (g and g + 8); sums stay per thread
-// until the end.
+// The online softmax of a warp's rows: m, near the running maximum, and the sum l of the weights
+// 2^((s - m) * c), where c brings scores to units of log 2. A thread holds two rows of each 16-row
+// block (g and g + 8); sums stay per thread until the end.
+//
+// m need not be the maximum: it is raised only when some score passes it by more than 8 / c, so
+// weights are at most 2^8, and most tiles neither exchange maxima nor rescale out.
+//
+// A weight is 2^(s * c - base) with base = m * c rounded, one fused operation. The rounding of base
+// is a factor common to the row, so it cancels against l; what is old changes by the ratio of the
+// rounded bases, not of the exact ones. Where base is so large that its rounding is no small factor
+// (kHuge), weights are 2^((s - m) * c) instead.
 #pragma once
 
 #include "cuda/ptx/math.cuh"
@@ -9,9 +17,24 @@
 
 namespace flash_attn {
 
+// What the host knows of a kernel's scores. They are in natural units after multiplication by
+// `unit`, which is positive.
+struct ScoreScale {
+  float unit = 1, c = 1, slack = 0;
+
+  __host__ explicit ScoreScale(double unit_)
+      : unit(static_cast<float>(unit_)), c(static_cast<float>(unit_ * 1.4426950408889634)) {
+    // m = -inf and an infinite slack would make a NaN.
+    slack = 8 / c < 3e38f ? 8 / c : 3e38f;
+  }
+};
+
 template <int kRowBlocks>
 struct Softmax {
+  static constexpr float kHuge = 8192;  // base is rounded by up to 2^-11 there
+
   float m[kRowBlocks][2], l[kRowBlocks][2];
+  bool huge = false;  // of some row of the warp
 
   __device__ Softmax() {
 #pragma unroll
@@ -19,33 +42,24 @@ struct Softmax {
       m[b][0] = m[b][1] = -INFINITY, l[b][0] = l[b][1] = 0;
   }
 
-  // scores -> probabilities in place; out is brought to the new maximum. All lanes of the warp.
+  // scores -> probabilities in place; out is brought to the new m. All lanes of the warp.
   template <int kColumns, int kOutColumns>
   __device__ __forceinline__ void step(float (&s)[kRowBlocks][kColumns][4],
                                        float (&out)[kRowBlocks][kOutColumns][4],
-                                       float scale_log2) {
+                                       const ScoreScale& scale) {
+    raise(s, out, scale);
+    const float c = scale.c;
+    if (huge) subtract(s);
 #pragma unroll
     for (int b = 0; b < kRowBlocks; ++b) {
-      float most[2] = {m[b][0], m[b][1]};
+      const float base0 = huge ? 0.0f : base_of(m[b][0], c);
+      const float base1 = huge ? 0.0f : base_of(m[b][1], c);
 #pragma unroll
       for (int n = 0; n < kColumns; ++n) {
-        most[0] = fmaxf(most[0], fmaxf(s[b][n][0], s[b][n][1]));
-        most[1] = fmaxf(most[1], fmaxf(s[b][n][2], s[b][n][3]));
-      }
-      most[0] = row_reduce_max(most[0]);
-      most[1] = row_reduce_max(most[1]);
-      // Most tiles leave the maximum where it was: then alpha is 1 and nothing is to be rescaled.
-      const bool moved = most[0] != m[b][0] || most[1] != m[b][1];
-      if (__any_sync(0xffffffffu, moved)) rescale(b, most, out[b], scale_log2);
-      // No key seen so far: every weight is 2^(-inf) = 0.
-      const float base0 = most[0] == -INFINITY ? 0.0f : most[0] * scale_log2;
-      const float base1 = most[1] == -INFINITY ? 0.0f : most[1] * scale_log2;
-#pragma unroll
-      for (int n = 0; n < kColumns; ++n) {
-        s[b][n][0] = ptx::exp2_approx(s[b][n][0] * scale_log2 - base0);
-        s[b][n][1] = ptx::exp2_approx(s[b][n][1] * scale_log2 - base0);
-        s[b][n][2] = ptx::exp2_approx(s[b][n][2] * scale_log2 - base1);
-        s[b][n][3] = ptx::exp2_approx(s[b][n][3] * scale_log2 - base1);
+        s[b][n][0] = ptx::exp2_approx(fmaf(s[b][n][0], c, -base0));
+        s[b][n][1] = ptx::exp2_approx(fmaf(s[b][n][1], c, -base0));
+        s[b][n][2] = ptx::exp2_approx(fmaf(s[b][n][2], c, -base1));
+        s[b][n][3] = ptx::exp2_approx(fmaf(s[b][n][3], c, -base1));
         l[b][0] += s[b][n][0] + s[b][n][1];
         l[b][1] += s[b][n][2] + s[b][n][3];
       }
@@ -53,24 +67,68 @@ struct Softmax {
   }
 
  private:
-  template <int kOutColumns>
-  __device__ __forceinline__ void rescale(int b,
-                                          const float (&most)[2],
-                                          float (&out)[kOutColumns][4],
-                                          float scale_log2) {
-    float alpha[2];
+  // No key seen so far: every weight is 2^(-inf) = 0.
+  __device__ __forceinline__ static float base_of(float m, float c) {
+    return m == -INFINITY ? 0.0f : __fmul_rn(m, c);
+  }
+
+  template <int kColumns>
+  __device__ __forceinline__ void subtract(float (&s)[kRowBlocks][kColumns][4]) const {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      alpha[r] = most[r] == -INFINITY ? 1.0f : ptx::exp2_approx((m[b][r] - most[r]) * scale_log2);
-      m[b][r] = most[r];
-      l[b][r] *= alpha[r];
+    for (int b = 0; b < kRowBlocks; ++b) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float base = m[b][h] == -INFINITY ? 0.0f : m[b][h];
+#pragma unroll
+        for (int n = 0; n < kColumns; ++n)
+          s[b][n][2 * h] -= base, s[b][n][2 * h + 1] -= base;
+      }
     }
+  }
+
+  // Raises m where the scores ask for it.
+  template <int kColumns, int kOutColumns>
+  __device__ __forceinline__ void raise(const float (&s)[kRowBlocks][kColumns][4],
+                                        float (&out)[kRowBlocks][kOutColumns][4],
+                                        const ScoreScale& scale) {
+    const float c = scale.c;
+    float most[kRowBlocks][2];
+    bool grew = false;
 #pragma unroll
-    for (int n = 0; n < kOutColumns; ++n) {
-      out[n][0] *= alpha[0];
-      out[n][1] *= alpha[0];
-      out[n][2] *= alpha[1];
-      out[n][3] *= alpha[1];
+    for (int b = 0; b < kRowBlocks; ++b) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        most[b][h] = fmaxf(s[b][0][2 * h], s[b][0][2 * h + 1]);
+#pragma unroll
+        for (int n = 1; n < kColumns; ++n)
+          most[b][h] = fmaxf(most[b][h], fmaxf(s[b][n][2 * h], s[b][n][2 * h + 1]));
+        grew |= most[b][h] > m[b][h] + scale.slack;
+      }
+    }
+    if (!__any_sync(0xffffffffu, grew)) return;
+    bool far = false;
+#pragma unroll
+    for (int b = 0; b < kRowBlocks; ++b) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        most[b][h] = fmaxf(m[b][h], row_reduce_max(most[b][h]));
+        far |= fabsf(base_of(most[b][h], c)) > kHuge;
+      }
+    }
+    huge = huge || __any_sync(0xffffffffu, far);
+#pragma unroll
+    for (int b = 0; b < kRowBlocks; ++b) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float down =
+            huge ? (m[b][h] - most[b][h]) * c : __fmul_rn(m[b][h], c) - __fmul_rn(most[b][h], c);
+        const float alpha = m[b][h] == most[b][h] ? 1.0f : ptx::exp2_approx(down);
+        m[b][h] = most[b][h];
+        l[b][h] *= alpha;
+#pragma unroll
+        for (int n = 0; n < kOutColumns; ++n)
+          out[b][n][2 * h] *= alpha, out[b][n][2 * h + 1] *= alpha;
+      }
     }
   }
 };

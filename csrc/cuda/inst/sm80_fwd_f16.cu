@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Forward kernels of the portable family, float16: sm_75 and newer. Of the rows for one
+// head_dim the one with the most shared memory comes first.
+#include <iterator>
+
+#include "cuda/inst/lists.h"
+#include "cuda/sm80/forward.cuh"
+
+namespace flash_attn {
+
+using namespace sm80;
+
+static constexpr KernelRow kRows[] = {
+    forward_row<f16, Forward64, Score::kPlain>("sm80_forward_f16_d64", 75),
+    forward_row<f16, General64, Score::kGeneral>("sm80_forward_f16_d64_general", 75),
+    forward_row<f16, Forward128, Score::kPlain>("sm80_forward_f16_d128", 80),
+    forward_row<f16, General128, Score::kPlain>("sm80_forward_f16_d128_small", 75),
+    forward_row<f16, General128, Score::kGeneral>("sm80_forward_f16_d128_general", 75),
+    forward_row<f16, Forward192, Score::kPlain>("sm80_forward_f16_d192", 80),
+    forward_row<f16, Forward192Small, Score::kPlain>("sm80_forward_f16_d192_small", 80),
+    forward_row<f16, General192, Score::kGeneral>("sm80_forward_f16_d192_general", 80),
+    forward_row<f16, Sm75Forward192, Score::kGeneral>("sm80_forward_f16_d192_sm75", 75),
+    forward_row<f16, Forward256, Score::kPlain>("sm80_forward_f16_d256", 80),
+    forward_row<f16, Forward256Small, Score::kPlain>("sm80_forward_f16_d256_small", 80),
+    forward_row<f16, Forward256Small, Score::kGeneral>("sm80_forward_f16_d256_general", 80),
+    forward_row<f16, Sm75Forward256, Score::kGeneral>("sm80_forward_f16_d256_sm75", 75),
+    forward_row<f16, Forward512, Score::kPlain>("sm80_forward_f16_d512", 80),
+    forward_row<f16, Forward512Small, Score::kPlain>("sm80_forward_f16_d512_small", 80),
+    forward_row<f16, Forward512, Score::kGeneral>("sm80_forward_f16_d512_general", 80),
+    forward_row<f16, Forward512Small, Score::kGeneral>("sm80_forward_f16_d512_general_small", 80),
+    forward_row<f16, Sm75Forward512, Score::kGeneral>("sm80_forward_f16_d512_sm75", 75),
+};
+const KernelList kSm80ForwardF16 = {kRows, std::size(kRows)};
+
+}  // namespace flash_attn

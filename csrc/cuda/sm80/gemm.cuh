@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The two products of the forward pass, for one warp. Every B fragment serves all row blocks of the
+// warp, and is read from shared memory one step before its use.
+//
+// Addresses: a lane has one base in a tile for all its ldmatrix; a step of 16 columns flips bits 5
+// and 6 of it (the swizzle), a step of 8 rows adds 1024 bytes, so that four registers and
+// immediates reach the whole tile. Tiles begin at multiples of 1024 bytes.
+#pragma once
+
+#include "cuda/ptx/ldmatrix.cuh"
+#include "cuda/ptx/mma.cuh"
+#include "cuda/tile/fragment.cuh"
+#include "cuda/tile/swizzle.cuh"
+
+namespace flash_attn::sm80 {
+
+// This lane's offset for ldmatrix of 16 rows x 16 columns, the four matrices in the order rows 0-7,
+// rows 8-15, then the same of columns 8-15: A operands, and V transposed.
+__device__ __forceinline__ uint32_t row_lane() {
+  const int lane = threadIdx.x % 32;
+  return lane % 16 * 128 + ((lane / 16) ^ (lane % 8)) * 16;
+}
+// The same with columns before rows: K.
+__device__ __forceinline__ uint32_t column_lane() {
+  const int lane = threadIdx.x % 32;
+  return (lane / 16 * 8 + lane % 8) * 128 + ((lane / 8 % 2) ^ (lane % 8)) * 16;
+}
+// Rows `row` … (a multiple of 8), columns 16 * k … of a tile of kRows rows. `lane`: the tile's
+// address and this lane's offset.
+template <int kRows>
+__device__ __forceinline__ uint32_t fragment_at(uint32_t lane, int row, int k) {
+  return (lane ^ (k % 4 * 32)) + (k / 4 * kRows + row) * 128;
+}
+
+// S (16 * kRowBlocks, kKeys) = Q K^T. q: row_lane of the warp's first row in a tile of kQueryRows;
+// k: column_lane of (kKeys, kDim).
+template <class Element, int kDim, int kKeys, int kQueryRows, int kRowBlocks>
+__device__ __forceinline__ void warp_matmul_qk(float (&s)[kRowBlocks][kKeys / 8][4],
+                                               uint32_t q,
+                                               uint32_t k) {
+  constexpr int kSteps = kDim / 16, kEach = kKeys / 16;
+#pragma unroll
+  for (int b = 0; b < kRowBlocks; ++b)
+#pragma unroll
+    for (int n = 0; n < kKeys / 8; ++n)
+      s[b][n][0] = s[b][n][1] = s[b][n][2] = s[b][n][3] = 0;
+  uint32_t a[2][kRowBlocks][4];
+  uint32_t r[2][4];  // keys 0-7 and 8-15, dims 0-7 and 8-15 of each
+  const auto load_q = [&](int step) {
+#pragma unroll
+    for (int b = 0; b < kRowBlocks; ++b)
+      ptx::load_matrix_x4(a[step % 2][b], fragment_at<kQueryRows>(q, 16 * b, step));
+  };
+  load_q(0);
+  ptx::load_matrix_x4(r[0], fragment_at<kKeys>(k, 0, 0));
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+    for (int n = 0; n < kEach; ++n) {
+      const int now = step * kEach + n, next = now + 1;
+      if (n == (kEach > 1 ? 1 : 0) && step + 1 < kSteps) load_q(step + 1);
+      if (next < kSteps * kEach)
+        ptx::load_matrix_x4(r[next % 2], fragment_at<kKeys>(k, next % kEach * 16, next / kEach));
+#pragma unroll
+      for (int b = 0; b < kRowBlocks; ++b) {
+        ptx::mma_16x8x16(Element(), s[b][2 * n], a[step % 2][b], r[now % 2][0], r[now % 2][1]);
+        ptx::mma_16x8x16(Element(), s[b][2 * n + 1], a[step % 2][b], r[now % 2][2], r[now % 2][3]);
+      }
+    }
+  }
+}
+
+// out (16 * kRowBlocks, kDim) += P V. p: probabilities where S was. v: row_lane of (kKeys, kDim).
+template <class Element, int kDim, int kKeys, int kRowBlocks>
+__device__ __forceinline__ void warp_matmul_pv(float (&out)[kRowBlocks][kDim / 8][4],
+                                               const float (&p)[kRowBlocks][kKeys / 8][4],
+                                               uint32_t v) {
+  constexpr int kSteps = kKeys / 16, kEach = kDim / 16;
+  uint32_t r[2][4];  // keys 0-7 and 8-15 of dims 0-7, then of dims 8-15
+  ptx::load_matrix_x4_trans(r[0], fragment_at<kKeys>(v, 0, 0));
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    uint32_t a[kRowBlocks][4];
+#pragma unroll
+    for (int b = 0; b < kRowBlocks; ++b)
+      to_operand<Element>(a[b], p[b][2 * step], p[b][2 * step + 1]);
+#pragma unroll
+    for (int n = 0; n < kEach; ++n) {
+      const int now = step * kEach + n, next = now + 1;
+      if (next < kSteps * kEach) {
+        ptx::load_matrix_x4_trans(r[next % 2],
+                                  fragment_at<kKeys>(v, next / kEach * 16, next % kEach));
+      }
+#pragma unroll
+      for (int b = 0; b < kRowBlocks; ++b) {
+        ptx::mma_16x8x16(Element(), out[b][2 * n], a[b], r[now % 2][0], r[now % 2][1]);
+        ptx::mma_16x8x16(Element(), out[b][2 * n + 1], a[b], r[now % 2][2], r[now % 2][3]);
+      }
+    }
+  }
+}
+
+}  // namespace flash_attn::sm80
