@@ -18,4 +18,11 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
   return y;
 }
 
+// lg2.approx.ftz: log2 x, absolute error 2^-22.
+__device__ __forceinline__ float log2_approx(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 }  // namespace flash_attn::ptx

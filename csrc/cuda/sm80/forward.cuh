@@ -74,38 +74,31 @@ struct ForwardTask {
 
 // The keys that some row of a warp sees, and those that all of them see.
 struct alignas(16) WarpKeys {
-  int some_begin = 0, some_end = 0, all_begin = 0, all_end = 0;
-
-  __device__ WarpKeys(const Mask& mask, const PackedRows& rows, int begin, int end) {
-    if (begin >= end) return;
-    const int first = rows.position(begin), last = rows.position(end - 1);
-    some_begin = mask.first_key(first), some_end = mask.end_key(last);
-    all_begin = mask.first_key(last), all_end = mask.end_key(first);
-  }
+  int some_begin, some_end, all_begin, all_end;
 };
 
 // What a block looks up in shared memory, since registers are few: once a tile or less often.
-template <class Element>
+template <class Element, class Tile>
 struct ForwardState {
   ForwardTask task;
   SeqInfo seq;
-  Mask mask;
   KvTiles walk;
   const Element *k, *v;  // key_base
   bool k_whole, v_whole;
   KvTile tiles[2];  // in the stages
-  WarpKeys warp_keys[8];
+  WarpKeys warp_keys[Tile::kWarps];
+  RowPlace rows[Tile::kBlockM];
 
   // The rows of a warp, `warp_row` its first in the tile.
   __device__ __forceinline__ WarpRows warp_rows(int warp_row) const {
-    return {task.rows, task.begin + warp_row, task.end - 1};
+    return {rows + warp_row, task.begin + warp_row, task.rows.group};
   }
 };
 
 template <class Element, class Tile>
 constexpr int forward_smem_bytes() {
   return forward_tile_bytes<Tile>(sizeof(Element)) +
-         static_cast<int>(sizeof(ForwardState<Element>));
+         static_cast<int>(sizeof(ForwardState<Element, Tile>));
 }
 
 // sm_75 has room for one block's shared memory: no use in keeping registers for more.
@@ -122,7 +115,7 @@ constexpr int blocks_per_sm() {
 template <class Element, class Tile, int kRowBlocks>
 __device__ __forceinline__ void store_result(const AttnParams& p,
                                              const ForwardGrid& grid,
-                                             const ForwardState<Element>& state,
+                                             const ForwardState<Element, Tile>& state,
                                              int warp_row,
                                              const Softmax<kRowBlocks>& softmax,
                                              float (&out)[kRowBlocks][Tile::kHeadDimV / 8][4],
@@ -134,29 +127,21 @@ __device__ __forceinline__ void store_result(const AttnParams& p,
   for (int b = 0; b < kRowBlocks; ++b) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int row = 16 * b + fragment_row(2 * h), head = warp.head(b, h);
-      const bool live = warp.first + row <= warp.last;
-      const RowEnd end = finish_row(p, head, task.split == 0, softmax.m[b][h] * grid.scale.unit,
+      const RowPlace row = warp(b, h);
+      const bool live = warp.first + 16 * b + fragment_row(2 * h) < task.end;
+      const RowEnd end = finish_row(p, row.head, task.split == 0, softmax.m[b][h] * grid.scale.unit,
                                     row_reduce_sum(softmax.l[b][h]));
-      const int64_t at = state.seq.lse_offset(p, head, warp.position(b, h));
-      const int64_t slot = task.split * grid.partial.rows + at;
-      if (live && threadIdx.x % 4 == 0 && task.slice == 0) {
-        float* lse =
-            grid.partial.out != nullptr ? grid.partial.lse + slot : static_cast<float*>(p.lse) + at;
-        *lse = end.lse;
+      const int64_t at = state.seq.lse_offset(p, row.head, row.position);
+      float* lse = static_cast<float*>(p.lse) + at;
+      if (grid.partial.out != nullptr) {
+        const int64_t slot = task.split * grid.partial.rows + at;
+        lse = grid.partial.lse + slot;
+        float* to = grid.partial.out + slot * partial_columns(p) + column0;
+        store_partial(out[b], h, end.factor, to, live ? dim : 0);
+      } else {
+        stage_row<Element, Tile::kBlockM>(out[b], h, end.factor, smem, warp_row + 16 * b);
       }
-#pragma unroll
-      for (int n = 0; n < Tile::kHeadDimV / 8; ++n) {
-        const float low = out[b][n][2 * h] * end.factor, high = out[b][n][2 * h + 1] * end.factor;
-        if (grid.partial.out != nullptr) {
-          float* to = grid.partial.out + slot * p.head_dim_v + column0;
-          if (live) store_partial(to, 8 * n + fragment_column(0), dim, low, high);
-        } else {
-          const uint32_t offset = tile_offset<Tile::kBlockM>(warp_row + row, n);
-          *reinterpret_cast<uint32_t*>(smem + offset + fragment_column(0) * sizeof(Element)) =
-              pack_pair(Element(), low, high);
-        }
-      }
+      if (live && threadIdx.x % 4 == 0 && task.slice == 0) *lse = end.lse;
     }
   }
   if (grid.partial.out != nullptr) return;
@@ -167,12 +152,36 @@ __device__ __forceinline__ void store_result(const AttnParams& p,
       smem, warp_row, out_rows, warp.first, task.end, dim, copies_whole_chunks<Element>(p.out));
 }
 
-// 2. The next tile of the walk, if there is one: its keys and values are on their way to stage 0 or
-// 1, and from the next barrier on the state says which it is. All threads keep the position.
+// Rows of the tile and the keys of each warp. Needs a barrier before they are read.
 template <class Element, class Tile>
-__device__ __forceinline__ bool load_next(const AttnParams& p,
+__device__ __forceinline__ void fill_rows(const AttnParams& p,
+                                          ForwardState<Element, Tile>& state,
+                                          const ForwardTask& task,
+                                          const SeqInfo& seq) {
+  constexpr int kWarpRows = Tile::kBlockM / Tile::kWarps;
+  const Mask mask(p.mask, seq);
+  for (int r = threadIdx.x; r < Tile::kBlockM; r += Tile::kWarps * 32) {
+    const int row = min(task.begin + r, task.end - 1), i = task.rows.position(row);
+    state.rows[r] = {i, task.rows.head(row), mask.first_key(i), mask.end_key(i)};
+  }
+  if (threadIdx.x % 32 == 0) {
+    const int begin = task.begin + threadIdx.x / 32 * kWarpRows;
+    const int first = task.rows.position(min(begin, task.end - 1));
+    const int last = task.rows.position(min(begin + kWarpRows, task.end) - 1);
+    const bool live = begin < task.end;
+    state.warp_keys[threadIdx.x / 32] = {mask.first_key(first), live ? mask.end_key(last) : 0,
+                                         mask.first_key(last), mask.end_key(first)};
+  }
+}
+
+// 2. The next tile of the walk: its keys and values are on their way to stage 0 or 1, and from the
+// next barrier on the state says which it is. All threads keep the position, kWalked at the end.
+constexpr int kWalked = -1;
+
+template <class Element, class Tile>
+__device__ __forceinline__ void load_next(const AttnParams& p,
                                           const ForwardGrid& grid,
-                                          ForwardState<Element>& state,
+                                          ForwardState<Element, Tile>& state,
                                           int& position,
                                           uint32_t k_smem,
                                           int stage) {
@@ -182,7 +191,10 @@ __device__ __forceinline__ bool load_next(const AttnParams& p,
   KvTiles walk = state.walk;
   KvTile tile;
   walk.walk.resume(position);
-  if (!walk.next(tile)) return false;
+  if (!walk.next(tile)) {
+    position = kWalked;
+    return;
+  }
   position = walk.walk.position();
   if (threadIdx.x == 0) state.tiles[stage] = tile;
   const int key = tile.n * grid.block_n, limit = key + grid.block_n;
@@ -195,7 +207,6 @@ __device__ __forceinline__ bool load_next(const AttnParams& p,
   load_tile<kBlockN, Tile::kHeadDimV, kThreads>(k_smem + 2 * kKBytes + stage * kVBytes, v_rows, key,
                                                 limit, p.head_dim_v - column0, state.v_whole);
   ptx::copy_async_commit();
-  return true;
 }
 
 template <class Element, class Tile, Score kScore>
@@ -208,8 +219,8 @@ __global__ void __launch_bounds__(Tile::kWarps * 32, blocks_per_sm<Tile>())
   constexpr uint32_t kVBytes = sizeof(Element) * kBlockN * kDimV;
   static_assert(kDimV <= kDim, "out takes the place of Q");
   extern __shared__ __align__(1024) uint8_t smem[];
-  ForwardState<Element>& state =
-      *reinterpret_cast<ForwardState<Element>*>(smem + forward_tile_bytes<Tile>(sizeof(Element)));
+  ForwardState<Element, Tile>& state = *reinterpret_cast<ForwardState<Element, Tile>*>(
+      smem + forward_tile_bytes<Tile>(sizeof(Element)));
   const uint32_t q_smem = smem_address(smem), k_smem = q_smem + sizeof(Element) * kBlockM * kDim;
 
   ForwardTask task(p, grid);
@@ -219,7 +230,6 @@ __global__ void __launch_bounds__(Tile::kWarps * 32, blocks_per_sm<Tile>())
     const int head = task.rows.head_first, head_k = head / p.group_size();
     state.task = task;
     state.seq = block_seq;
-    state.mask = Mask(p.mask, block_seq);
     state.walk = KvTiles(p, block_seq, task.batch, head, task.rows.position(task.begin),
                          task.rows.position_end(task.end), grid.block_n, task.split, grid.splits);
     state.k = key_base<Element>(p, p.k, block_seq, head_k);
@@ -230,25 +240,22 @@ __global__ void __launch_bounds__(Tile::kWarps * 32, blocks_per_sm<Tile>())
   load_tile<kBlockM, kDim, kThreads>(q_smem, QueryRows<Element>(p.q, block_seq, task.rows),
                                      task.begin, task.end, p.head_dim,
                                      copies_whole_chunks<Element>(p.q));
+  ptx::copy_async_commit();
+  fill_rows<Element, Tile>(p, state, task, block_seq);
   __syncthreads();
   int position = state.walk.walk.position();
-  bool more = load_next<Element, Tile>(p, grid, state, position, k_smem, 0);
+  load_next<Element, Tile>(p, grid, state, position, k_smem, 0);
 
   const int warp_row = threadIdx.x / 32 * 16 * kRowBlocks;  // of the tile
   const uint32_t q_lane = q_smem + warp_row * 128 + row_lane();
   const uint32_t k_lane = k_smem + column_lane(), v_lane = k_smem + 2 * kKBytes + row_lane();
-  if (threadIdx.x % 32 == 0) {
-    const int begin = task.begin + warp_row;
-    state.warp_keys[threadIdx.x / 32] =
-        WarpKeys(state.mask, task.rows, begin, min(begin + 16 * kRowBlocks, task.end));
-  }
   float out[kRowBlocks][kDimV / 8][4] = {};
   Softmax<kRowBlocks> softmax;
 
-  for (int stage = 0; more; stage ^= 1) {
+  for (int stage = 0; position != kWalked; stage ^= 1) {
     ptx::copy_async_wait<0>();
     __syncthreads();
-    more = load_next<Element, Tile>(p, grid, state, position, k_smem, stage ^ 1);
+    load_next<Element, Tile>(p, grid, state, position, k_smem, stage ^ 1);
     const int key = state.tiles[stage].n * grid.block_n;
     // Rows of this warp that see nothing of the tile: under causal, half of the last tiles.
     const WarpKeys keys = state.warp_keys[threadIdx.x / 32];
@@ -264,11 +271,11 @@ __global__ void __launch_bounds__(Tile::kWarps * 32, blocks_per_sm<Tile>())
                                                                 k_lane + stage * kKBytes);
     const WarpRows warp = state.warp_rows(warp_row);
     if constexpr (kScore == Score::kGeneral)
-      apply_features(s, p, state.mask, warp, bias, state.task.batch, key);
+      apply_features(s, p, warp, bias, state.seq.k_len - state.seq.q_len, state.task.batch, key);
     TileMask<ceil_div(kColumns, 4)> hidden(p.pages, state.task.batch, key, grid.block_n,
                                            state.tiles[stage].bits);
     if (hidden.some(8 * kColumns) || keys.all_begin > key || keys.all_end < key + kBlockN)
-      apply_mask(s, p.mask, state.mask, warp, hidden);
+      apply_mask(s, p.mask, warp, hidden);
     softmax.step(s, out, grid.scale);
     if constexpr (kScore == Score::kGeneral) {
       if (p.dropout.philox != nullptr) apply_dropout(s, p, warp, state.task.batch, key);
@@ -282,7 +289,7 @@ __global__ void __launch_bounds__(Tile::kWarps * 32, blocks_per_sm<Tile>())
 
 // Bytes of partial results.
 inline int64_t forward_workspace(const AttnParams& p, int, int num_splits) {
-  return num_splits > 1 ? num_splits * lse_rows(p) * (p.head_dim_v + 1) * int64_t{4} : 0;
+  return num_splits > 1 ? num_splits * lse_rows(p) * (partial_columns(p) + 1) * int64_t{4} : 0;
 }
 
 template <class Element, class Tile, Score kScore>
@@ -302,8 +309,7 @@ int launch_forward(const AttnParams& p, const Plan& plan, void* workspace, void*
   if (plan.num_splits > 1) {
     grid.partial.rows = lse_rows(p);
     grid.partial.out = static_cast<float*>(workspace);
-    grid.partial.lse =
-        grid.partial.out + grid.partial.rows * plan.num_splits * int64_t{p.head_dim_v};
+    grid.partial.lse = grid.partial.out + grid.partial.rows * plan.num_splits * partial_columns(p);
   }
   const int64_t blocks =
       round_up(grid.slots, int64_t{grid.run}) * grid.heads * grid.splits * grid.slices;

@@ -84,7 +84,8 @@ __global__ void __launch_bounds__(kCombineRows * 32)
 #pragma unroll 4
     for (int s = 0; s < splits; ++s) {
       const float weight = weights[warp][s];
-      if (weight != 0) value += weight * partial.out[(s * partial.rows + at) * p.head_dim_v + c];
+      if (weight != 0)
+        value += weight * partial.out[(s * partial.rows + at) * partial_columns(p) + c];
     }
     store_element(out + c, value * inverse);
   }

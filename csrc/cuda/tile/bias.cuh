@@ -80,7 +80,7 @@ struct BiasTile {
       for (int h = 0; h < 2; ++h) {
         const int first = key + fragment_column(0);
         const Each* at = static_cast<const Each*>(bias.ptr) + batch * bias.batch +
-                         rows.head(b, h) * bias.head + rows.position(b, h) * bias.row +
+                         rows(b, h).head * bias.head + rows(b, h).position * bias.row +
                          first * bias.col;
         if (paired) {
 #pragma unroll

@@ -136,16 +136,17 @@ __device__ __forceinline__ void load_tile(
   for (int r = 0; first + r < kRows; r += kStep) {
     const int row = begin + first + r;
     const auto* source = row < end ? rows(row) : nullptr;
-    const uint32_t row_to = to(r);
+    if (whole_chunks) {
 #pragma unroll
-    for (int panel = 0; panel < kPanels; ++panel) {
-      const int from = column + panel * kPanelColumns;
-      if (whole_chunks) {
+      for (int panel = 0; panel < kPanels; ++panel) {
         const int size = source != nullptr ? bytes[panel] : 0;
-        ptx::copy_async_16(row_to + panel * kPanelBytes, size != 0 ? source + from : rows.base,
-                           size);
-      } else {
-        load_chunk_slowly(row_to + panel * kPanelBytes, source == nullptr ? nullptr : source + from,
+        ptx::copy_async_16(to(r) + panel * kPanelBytes,
+                           size != 0 ? source + column + panel * kPanelColumns : rows.base, size);
+      }
+    } else {
+#pragma unroll 1
+      for (int from = column, panel = 0; panel < kPanels; from += kPanelColumns, ++panel) {
+        load_chunk_slowly(to(r) + panel * kPanelBytes, source == nullptr ? nullptr : source + from,
                           dim - from);
       }
     }

@@ -9,21 +9,20 @@
 
 namespace flash_attn {
 
-// The rows of a warp: packed rows first …, of which those past `last` repeat it. Positions and
-// heads are computed when asked for, since few tiles ask.
-struct WarpRows {
-  PackedRows rows;
-  int first, last;
+// What a row of a tile is, looked up in shared memory: few tiles ask, and registers are few.
+struct alignas(16) RowPlace {
+  int position, head;
+  int first_key, end_key;  // that it sees, but for block masks
+};
 
-  // Of this thread: row h of the 16-row block b.
-  __device__ __forceinline__ int packed(int b, int h) const {
-    return min(first + 16 * b + fragment_row(2 * h), last);
-  }
-  __device__ __forceinline__ int position(int b, int h) const {
-    return rows.group == 1 ? packed(b, h) : packed(b, h) / rows.group;
-  }
-  __device__ __forceinline__ int head(int b, int h) const {
-    return rows.group == 1 ? rows.head_first : rows.head(packed(b, h));
+// The rows of a warp. Those past the sequence's end repeat its last row.
+struct WarpRows {
+  const RowPlace* place;  // in shared memory, by row of the warp
+  int first, group;       // packed row of the first, query heads that share a tile
+
+  // Row h of the 16-row block b, of this thread.
+  __device__ __forceinline__ const RowPlace& operator()(int b, int h) const {
+    return place[16 * b + fragment_row(2 * h)];
   }
 };
 
@@ -72,7 +71,6 @@ struct TileMask {
 template <int kRowBlocks, int kColumns>
 __device__ __forceinline__ void apply_mask(float (&s)[kRowBlocks][kColumns][4],
                                            const MaskSpec& spec,
-                                           const Mask& mask,
                                            const WarpRows& rows,
                                            const TileMask<ceil_div(kColumns, 4)>& tile) {
   const bool has_bits = tile.bits >= 0 && tile.bits < spec.bit_tiles;
@@ -81,12 +79,12 @@ __device__ __forceinline__ void apply_mask(float (&s)[kRowBlocks][kColumns][4],
   for (int b = 0; b < kRowBlocks; ++b) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int i = rows.position(b, h);
-      const int low = mask.first_key(i) - tile.key;
-      const int high = min(mask.end_key(i) - tile.key, tile.width);
+      const RowPlace row = rows(b, h);
+      const int low = row.first_key - tile.key;
+      const int high = min(row.end_key - tile.key, tile.width);
       const uint32_t* bit_row = nullptr;
       if (has_bits) {
-        const int64_t line = int64_t{tile.bits} * spec.block_q + i % spec.block_q;
+        const int64_t line = int64_t{tile.bits} * spec.block_q + row.position % spec.block_q;
         bit_row = spec.block_bits + line * words;
       }
 #pragma unroll

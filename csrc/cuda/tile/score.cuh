@@ -32,20 +32,20 @@ __device__ __forceinline__ void scale_and_cap(float (&s)[kRowBlocks][kColumns][4
   }
 }
 
-// s -= slope * |i + k_len - q_len - j|.
+// s -= slope * |i + shift - j|, where shift = k_len - q_len.
 template <int kRowBlocks, int kColumns>
 __device__ __forceinline__ void apply_alibi(float (&s)[kRowBlocks][kColumns][4],
                                             const Alibi& alibi,
-                                            const Mask& mask,
                                             const WarpRows& rows,
+                                            int shift,
                                             int batch,
                                             int key) {
 #pragma unroll
   for (int b = 0; b < kRowBlocks; ++b) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float slope = alibi.slopes[batch * alibi.batch + rows.head(b, h)];
-      const int away = rows.position(b, h) + mask.k_len - mask.q_len - key - fragment_column(0);
+      const float slope = alibi.slopes[batch * alibi.batch + rows(b, h).head];
+      const int away = rows(b, h).position + shift - key - fragment_column(0);
       const float distance = static_cast<float>(away);
 #pragma unroll
       for (int n = 0; n < kColumns; ++n) {
@@ -63,13 +63,13 @@ __device__ __forceinline__ void apply_alibi(float (&s)[kRowBlocks][kColumns][4],
 template <int kRowBlocks, int kColumns>
 __device__ __forceinline__ void apply_features(float (&s)[kRowBlocks][kColumns][4],
                                                const AttnParams& p,
-                                               const Mask& mask,
                                                const WarpRows& rows,
                                                const BiasTile<kRowBlocks, kColumns>& bias,
+                                               int shift,
                                                int batch,
                                                int key) {
   scale_and_cap(s, static_cast<float>(p.softmax_scale), static_cast<float>(p.softcap));
-  if (p.alibi.slopes != nullptr) apply_alibi(s, p.alibi, mask, rows, batch, key);
+  if (p.alibi.slopes != nullptr) apply_alibi(s, p.alibi, rows, shift, batch, key);
   if (p.bias.ptr != nullptr) bias.add_to(s, p.bias);
 }
 
@@ -104,8 +104,8 @@ __device__ __forceinline__ void apply_dropout(float (&s)[kRowBlocks][kColumns][4
   constexpr int kLanes = kColumns < 4 ? kColumns : 4;
   static_assert(kLanes == 4 || kLanes == 2);
   const bool second = kLanes == 2 && key % 32 == 16;  // half of a call's columns
-  if (rows.rows.group == 1 && rows.first % 16 == 0 && (key % 32 == 0 || second)) {
-    const DropoutMask mask(p, batch, rows.rows.head_first);
+  if (rows.group == 1 && rows.first % 16 == 0 && (key % 32 == 0 || second)) {
+    const DropoutMask mask(p, batch, rows(0, 0).head);
 #pragma unroll
     for (int b = 0; b < kRowBlocks; ++b) {
       const int i = rows.first + 16 * b + fragment_row(0);
@@ -129,8 +129,9 @@ __device__ __forceinline__ void apply_dropout(float (&s)[kRowBlocks][kColumns][4
   for (int b = 0; b < kRowBlocks; ++b) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const uint32_t kept = kept_columns<kColumns>(DropoutMask(p, batch, rows.head(b, h)),
-                                                   rows.position(b, h), key + fragment_column(0));
+      const RowPlace row = rows(b, h);
+      const uint32_t kept = kept_columns<kColumns>(DropoutMask(p, batch, row.head), row.position,
+                                                   key + fragment_column(0));
 #pragma unroll
       for (int n = 0; n < kColumns; ++n) {
         if ((kept >> (2 * n) & 1u) == 0) s[b][n][2 * h] = 0;

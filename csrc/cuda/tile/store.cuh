@@ -9,13 +9,18 @@
 
 namespace flash_attn {
 
-// Partial results of splits in the workspace: out (splits, rows, head_dim_v), then lse (splits,
-// rows); a row is an element of lse.
+// Partial results of splits in the workspace: out (splits, rows, partial_columns), then lse
+// (splits, rows); a row is an element of lse.
 struct PartialResult {
   float* out = nullptr;  // null: there is one split
   float* lse = nullptr;
   int64_t rows = 0;
 };
+
+// Even, so that pairs of columns are aligned.
+FA_HD int partial_columns(const AttnParams& p) {
+  return round_up(p.head_dim_v, 2);
+}
 
 // Elements of lse.
 FA_HD int64_t lse_rows(const AttnParams& p) {
@@ -45,18 +50,36 @@ finish_row(const AttnParams& p, int head, bool with_sink, float m, float l) {
     }
   }
   if (l == 0) return {-INFINITY, 0.0f};
-  return {m + logf(l), factor / l};
+  return {m + ptx::log2_approx(l) * 0.6931471805599453f, factor * ptx::reciprocal_approx(l)};
 }
 
-// Two neighbouring columns of a partial row of `dim`.
+// This thread's columns below `dim` of row h of a 16-row block -> a partial row.
+template <int kColumns>
 __device__ __forceinline__ void store_partial(
-    float* row, int column, int dim, float low, float high) {
-  if (dim % 2 == 0 && column < dim) {
-    *reinterpret_cast<float2*>(row + column) = make_float2(low, high);
-    return;
+    const float (&out)[kColumns][4], int h, float factor, float* row, int dim) {
+  row += fragment_column(0);
+  dim -= fragment_column(0);
+#pragma unroll
+  for (int n = 0; n < kColumns; ++n) {
+    const float2 pair = make_float2(out[n][2 * h] * factor, out[n][2 * h + 1] * factor);
+    if (8 * n < dim) *reinterpret_cast<float2*>(row + 8 * n) = pair;
   }
-  if (column < dim) row[column] = low;
-  if (column + 1 < dim) row[column + 1] = high;
+}
+
+// The same -> row `row` + 8 * h + lane / 4 of a swizzled tile with kRows rows, in 16-bit elements.
+template <class Element, int kRows, int kColumns>
+__device__ __forceinline__ void stage_row(
+    const float (&out)[kColumns][4], int h, float factor, uint8_t* tile, int row) {
+  const uint32_t line = threadIdx.x % 32 / 4;  // its number swizzles, steps of 8 rows do not
+  const uint32_t first = smem_address(tile) + row * 128 + line * 144 + fragment_column(0) * 2;
+#pragma unroll
+  for (int n = 0; n < kColumns; ++n) {
+    const uint32_t pair = pack_pair(Element(), out[n][2 * h] * factor, out[n][2 * h + 1] * factor);
+    asm volatile(
+        "st.shared.u32 [%0], %1;" ::"r"((first ^ (n % 8 * 16)) + (n / 8 * kRows + 8 * h) * 128),
+        "r"(pair)
+        : "memory");
+  }
 }
 
 // Rows [0, kRows) of a swizzled tile with kTileRows rows -> global memory, by one warp. Rows of
@@ -70,22 +93,24 @@ __device__ __forceinline__ void store_rows(const uint8_t* tile,
                                            int dim,
                                            bool whole_chunks) {
   constexpr int kChunks = kDim / kChunk;
+  const int chunks = whole_chunks ? dim / kChunk : 0;  // of 16 bytes at once
 #pragma unroll 4
   for (int c = threadIdx.x % 32; c < kRows * kChunks; c += 32) {
-    const int row = c / kChunks, column = c % kChunks * kChunk;
-    if (begin + row >= limit || column >= dim) continue;
-    Element* to = const_cast<Element*>(out(begin + row)) + column;
-    const uint4 value = *reinterpret_cast<const uint4*>(
-        tile + tile_offset<kTileRows>(row_in_tile + row, c % kChunks));
-    if (whole_chunks && column + kChunk <= dim) {
-      *reinterpret_cast<uint4*>(to) = value;
-    } else {
-      const Element* each = reinterpret_cast<const Element*>(&value);
-#pragma unroll
-      for (int e = 0; e < kChunk; ++e) {
-        if (column + e < dim) to[e] = each[e];
-      }
-    }
+    const int row = c / kChunks, chunk = c % kChunks;
+    if (begin + row >= limit || chunk >= chunks) continue;
+    Element* to = const_cast<Element*>(out(begin + row)) + chunk * kChunk;
+    *reinterpret_cast<uint4*>(to) =
+        *reinterpret_cast<const uint4*>(tile + tile_offset<kTileRows>(row_in_tile + row, chunk));
+  }
+  const int first = chunks * kChunk, rest = dim - first;  // element by element
+  if (rest <= 0) return;
+#pragma unroll 1
+  for (int c = threadIdx.x % 32; c < kRows * rest; c += 32) {
+    const int row = c / rest, column = first + c % rest;
+    if (begin + row >= limit) continue;
+    const uint32_t at = tile_offset<kTileRows>(row_in_tile + row, column / kChunk) +
+                        column % kChunk * static_cast<uint32_t>(sizeof(Element));
+    const_cast<Element*>(out(begin + row))[column] = *reinterpret_cast<const Element*>(tile + at);
   }
 }
 
