@@ -368,6 +368,12 @@ class Build(build_ext):
         _, cxx, link = self.op_library("_C_cpu", "kCpuTable", extra)
         return {"cxx": cxx}, link
 
+    def line_numbers(self):
+        """For profilers and the sanitizer. They are four fifths of a binary that is not compressed,
+        and drivers before CUDA 13's do not read what this compression gives."""
+        modern = int(nvcc_version(self.cuda).split(".")[0]) >= 13
+        return ["-lineinfo", "--compress-mode=size"] if modern else []
+
     def flags_C_cuda(self, archs, threads):
         listed = ";".join(a + ("+PTX" if ptx else "") for a, ptx in archs)
         extra = ["-DUSE_CUDA", f'-DFA_CUDA_ARCHS="{listed}"', f"-isystem{self.cuda}/include"]
@@ -375,7 +381,7 @@ class Build(build_ext):
         nvcc = [
             *common,
             *gencode(archs),
-            "-lineinfo",
+            *self.line_numbers(),
             "--expt-relaxed-constexpr",
             f"--threads={threads}",
             "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra",

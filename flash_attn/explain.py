@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from dataclasses import dataclass, field
 
@@ -144,13 +145,17 @@ def describe_device(device: torch.device) -> dict[str, int | str]:
         return {"device": "cpu", "threads": torch.get_num_threads()}
     properties = torch.cuda.get_device_properties(device)
     arch = properties.major * 10 + properties.minor
+    smem = properties.shared_memory_per_block_optin
     with torch.cuda.device(device):  # a build may hold older code for this GPU
         code = _ops._host.cuda_code()
+    limits = os.environ.get("FLASH_ATTN_CUDA_LIMITS", "").split(":")
+    if len(limits) == 2:
+        arch, smem = min(arch, int(limits[0])), min(smem, int(limits[1]))
     return {
         "device": "cuda",
         "arch": min(arch, code) if code else arch,
         "sm_count": properties.multi_processor_count,
-        "smem_per_block": properties.shared_memory_per_block_optin,
+        "smem_per_block": smem,
         "l2_bytes": properties.L2_cache_size,
     }
 
