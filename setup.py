@@ -107,6 +107,14 @@ def free_memory():
     return min(limits)
 
 
+def choose_threads(files, codes):
+    """Threads of each nvcc: as many of its `codes` at once as there are cores beyond one a file."""
+    asked = os.environ.get("NVCC_THREADS", "")
+    if asked.isdigit() and int(asked) > 0:
+        return int(asked)
+    return max(1, min(codes, len(os.sched_getaffinity(0)) // max(files, 1)))
+
+
 def choose_jobs(threads):
     asked = os.environ.get("MAX_JOBS", "")
     if asked.isdigit() and int(asked) > 0:
@@ -294,8 +302,7 @@ class Build(build_ext):
 
     def build_extensions(self):
         archs = choose_archs(self.cuda) if self.cuda else []
-        asked = os.environ.get("NVCC_THREADS", "")
-        threads = int(asked) if asked.isdigit() and int(asked) > 0 else 1
+        threads = choose_threads(len(sources("cuda/inst/*.cu")), len(gencode(archs)))
         jobs, why = choose_jobs(threads)
         self.print_plan(archs, jobs, threads, why)
         directory = os.path.join(ROOT, "build", f"ninja-{sys.implementation.cache_tag}")

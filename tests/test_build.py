@@ -211,6 +211,14 @@ def test_setup_chooses_jobs(rules, monkeypatch):
     assert 1 <= jobs <= len(os.sched_getaffinity(0)) and "MAX_JOBS" in why
 
 
+def test_setup_chooses_threads(rules, monkeypatch):
+    choose, cores = rules["choose_threads"], len(os.sched_getaffinity(0))
+    monkeypatch.delenv("NVCC_THREADS", raising=False)
+    assert choose(1, 2) == min(2, cores) and choose(cores, 3) == 1 and choose(0, 0) == 1
+    monkeypatch.setenv("NVCC_THREADS", "5")
+    assert choose(1, 2) == 5
+
+
 def test_build_compiles_what_changed(rules, monkeypatch, tmp_path):
     if shutil.which("ninja") is None and importlib.util.find_spec("ninja") is None:
         pytest.skip("ninja is not installed")
