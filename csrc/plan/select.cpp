@@ -22,10 +22,11 @@ enum class Misfit : uint8_t {
   kSmem
 };
 
-// Plain kernels scale after the row's maximum is taken, which turns its order round below 0.
+// Plain kernels scale after the row's maximum is taken, which turns its order round below 0; and in
+// fp32, where a scale next to 0 is 0 and the weight of a hidden key exp(0 * -inf).
 bool needs_general(const AttnParams& p) {
   return p.softcap != 0.0 || p.bias.ptr != nullptr || p.alibi.slopes != nullptr ||
-         p.dropout.philox != nullptr || !(p.softmax_scale > 0.0);
+         p.dropout.philox != nullptr || !(p.softmax_scale > 1e-30);
 }
 
 Misfit misfit(const KernelRow& row,
