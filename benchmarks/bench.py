@@ -117,11 +117,11 @@ class Bench:
         return None if row.note else call
 
 
-def bench_speed(bench: Bench, op: str, points: list[Shape], dtype: torch.dtype) -> None:
+def bench_speed(bench: Bench, op: str, group: str, dtype: torch.dtype) -> None:
     unit = "TFLOP/s" if bench.cuda else "GFLOP/s"
     say(f"\n{op}, {str(dtype).removeprefix('torch.')}: ms, {unit}, share of the limit; * recorded")
-    for shape in bench.shapes(points):
-        found = bench.point("speed", op, shape, dtype)
+    for shape in bench.shapes(shapes.SETS[group]()):
+        found = bench.point(group, op, shape, dtype)
         line = report.speed_line(found, bench.name, unit)
         limit = MS_LIMITS.get(shape.name) if op == "fwd_bwd" and "H200" in bench.name else None
         if limit and "ours" in found and found["ours"].ms:
@@ -365,7 +365,7 @@ def run(bench: Bench, options: argparse.Namespace) -> None:
         else:
             for name in options.shapes:
                 for dtype in options.dtype or words(shapes.DTYPES[name]):
-                    bench_speed(bench, op, shapes.SETS[name](), getattr(torch, dtype))
+                    bench_speed(bench, op, name, getattr(torch, dtype))
         say(f"({op}: {time.perf_counter() - begin:.1f} s)")
 
 
@@ -403,7 +403,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def finish(options: argparse.Namespace, rows: list[Row], machine: dict[str, str]) -> None:
     """Prints the summary and writes the files, of a run that broke off too."""
-    speed = [row for row in rows if row.group == "speed"]
+    speed = [row for row in rows if row.group in shapes.SETS]
     for line in ["", *report.summary(speed, machine["device"]), *report.notes(rows)]:
         say(line)
     if options.csv:

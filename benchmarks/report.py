@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
 
+from shapes import SETS
+
 RECORDED = Path(__file__).with_name("peers_h200.csv")
 PEERS = ("sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "eager", "flex", "fa3", "fa4")
 
@@ -35,7 +37,7 @@ LIMITS = {
 class Row:
     """One implementation at one point. Times in ms; what was not measured is None."""
 
-    group: str  # what was asked: speed, features, sparse, decode or memory
+    group: str  # the set of shapes; or features, sparse, decode, memory
     op: str
     shape: str
     dtype: str
@@ -167,18 +169,20 @@ def notes(rows: Iterable[Row]) -> list[str]:
 
 
 def summary(rows: list[Row], device: str) -> list[str]:
-    """Geometric mean and least of ours against each peer, by op, dtype and dropout."""
+    """Geometric mean and least of ours against each peer, by op, set of shapes and dtype."""
     lines = []
-    groups: dict[tuple[str, str], list[tuple[str, dict[str, float]]]] = {}
-    for (op, shape, dtype, _), point in by_point(rows).items():
-        groups.setdefault((op, dtype), []).append((shape, comparisons(point, device)))
-    for (op, dtype), points in groups.items():
-        for peer in dict.fromkeys(peer for _, ratios in points for peer in ratios):
-            ratios = {shape: ratios[peer] for shape, ratios in points if peer in ratios}
+    groups: dict[tuple[str, str, str], dict[str, dict[str, float]]] = {}
+    for point in by_point(rows).values():
+        row = next(iter(point.values()))
+        ratios = groups.setdefault((row.op, row.group, row.dtype), {})
+        ratios[row.shape] = comparisons(point, device)
+    for group, points in groups.items():
+        for peer in dict.fromkeys(peer for ratios in points.values() for peer in ratios):
+            ratios = {shape: found[peer] for shape, found in points.items() if peer in found}
             least = min(ratios, key=ratios.get)
             mean = geometric_mean(ratios.values())
             lines.append(
-                f"{op} {dtype}: ours over {peer}: geometric mean {mean:.3f}, least "
+                f"{' '.join(group)}: ours over {peer}: geometric mean {mean:.3f}, least "
                 f"{ratios[least]:.3f} ({least}), {len(ratios)} points"
             )
     return lines
@@ -206,7 +210,8 @@ def read_json(path: str) -> tuple[list[Row], dict[str, str]]:
 
 
 def picture(path: str, rows: list[Row], machine: dict[str, str]) -> str:
-    """Draws TFLOP/s against seqlen, a panel for each op, head_dim and mask; '' or why not.
+    """Draws TFLOP/s against seqlen, a panel for each op, dtype, head_dim and mask of the first set
+    of shapes; '' or why not.
 
     Peers that did not run are drawn dashed where figures are recorded for this device.
     """
@@ -217,11 +222,12 @@ def picture(path: str, rows: list[Row], machine: dict[str, str]) -> str:
         from matplotlib import pyplot
     except ImportError:
         return "no picture: matplotlib is not installed (pip install matplotlib)"
-    rows = [row for row in rows if row.group == "speed" and row.tflops and "p0" not in row.shape]
-    ops = list(dict.fromkeys(row.op for row in rows))
-    panels = sorted({(row.head_dim, row.causal) for row in rows})
-    if not rows:
+    drawn = [row for row in rows if row.group in SETS and row.tflops]
+    drawn = [row for row in drawn if row.group == drawn[0].group]
+    if not drawn:
         return "no picture: there is no speed to draw"
+    ops = list(dict.fromkeys(row.op for row in drawn))
+    panels = sorted({(row.dtype, row.head_dim, row.causal) for row in drawn})
     figure, axes = pyplot.subplots(
         len(ops),
         len(panels),
@@ -230,10 +236,12 @@ def picture(path: str, rows: list[Row], machine: dict[str, str]) -> str:
         sharex=True,
     )
     for i, op in enumerate(ops):
-        for j, (head_dim, causal) in enumerate(panels):
-            own = [r for r in rows if (r.op, r.head_dim, r.causal) == (op, head_dim, causal)]
+        for j, (dtype, head_dim, causal) in enumerate(panels):
+            key = op, dtype, head_dim, causal
+            own = [r for r in drawn if (r.op, r.dtype, r.head_dim, r.causal) == key]
             draw_panel(axes[i][j], own, machine["device"])
-            axes[i][j].set_title(f"{op}, head_dim {head_dim}, {'causal' if causal else 'full'}")
+            mask = "causal" if causal else "full"
+            axes[i][j].set_title(f"{op}, {dtype}, head_dim {head_dim}, {mask}", fontsize=10)
         axes[i][0].set_ylabel("TFLOP/s")
     handles = {}
     for panel in axes.flat:

@@ -78,7 +78,7 @@ def test_recorded_figures_cover_what_is_compared():
     best = {"fwd": [], "bwd": []}
     for shape in shapes.paper():
         for op, ratios in best.items():
-            row = Row("speed", op, shape.name, "bfloat16", "ours", 64, 512, False)
+            row = Row("paper", op, shape.name, "bfloat16", "ours", 64, 512, False)
             assert {"sdpa_flash", "sdpa_cudnn", "fa3", "fa4"} <= set(report.recorded_of(row, H200))
             ratios.append(report.best_over_cudnn(row, H200))
     assert report.geometric_mean(best["fwd"]) == pytest.approx(1.065, abs=5e-4)
@@ -108,7 +108,7 @@ def paper_rows():
     for seqlen, ours in ((512, 0.5), (1024, 1.0)):
         shape = Shape(16384 // seqlen, seqlen, 32, 64)
         for impl, ms in (("ours", ours), ("sdpa_cudnn", 1.0)):
-            row = Row("speed", "fwd", shape.name, "bfloat16", impl, 64, seqlen, False)
+            row = Row("paper", "fwd", shape.name, "bfloat16", impl, 64, seqlen, False)
             row.ms, row.tflops, row.share = ms, shape.flops("fwd") / ms / 1e9, 0.25
             rows.append(row)
     return rows
@@ -124,13 +124,14 @@ def test_comparisons_and_summary():
     line = report.speed_line(points[0], H200, "TFLOP/s")
     assert "/sdpa_cudnn 2.00" in line and "fa4* 316" in line and "25%" in line
     text = "\n".join(report.summary(rows, H200))
-    assert "ours over sdpa_cudnn: geometric mean 1.414, least 1.000 (b16 h32 s1024" in text
+    wanted = "fwd paper bfloat16: ours over sdpa_cudnn: geometric mean 1.414, least 1.000 (b16 h32"
+    assert wanted in text
 
 
 def test_stars_are_the_peers_that_did_not_run():
     shape = shapes.gpt2()[0]
     rows = {
-        "sdpa_cudnn": Row("speed", "fwd_bwd", shape.name, "float16", "sdpa_cudnn", 64, 1024, True)
+        "sdpa_cudnn": Row("paper", "fwd_bwd", shape.name, "float16", "sdpa_cudnn", 64, 1024, True)
     }
     assert (
         report.stars(rows, H200, "ms")
