@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
 import report
 import shapes
@@ -310,6 +311,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--peak", type=float, help="TFLOP/s of the machine's limit")
     parser.add_argument("--csv", help="write the rows here")
     parser.add_argument("--json", help="write the rows and the machine here")
+    parser.add_argument("--markdown", help="write tables of ours and its ratios here")
     parser.add_argument("--picture", help="draw TFLOP/s against seqlen here (matplotlib)")
     parser.add_argument("--load", help="read rows from this JSON file instead of running")
     options = parser.parse_args(arguments)
@@ -408,6 +410,8 @@ def finish(options: argparse.Namespace, rows: list[Row], machine: dict[str, str]
         say(line)
     if options.csv:
         report.write_csv(options.csv, rows)
+    if options.markdown:
+        Path(options.markdown).write_text(report.markdown(rows, machine["device"]))
     if options.json:
         report.write_json(options.json, rows, machine)
     if options.picture:

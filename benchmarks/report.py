@@ -188,6 +188,36 @@ def summary(rows: list[Row], device: str) -> list[str]:
     return lines
 
 
+def markdown(rows: list[Row], device: str) -> str:
+    """Tables of ours: a line for each head_dim and mask, a column for each seqlen.
+
+    A cell is TFLOP/s, then ours over each live peer, then over the best recorded one.
+    """
+    tables: dict[tuple[str, str, str], dict[str, dict[int, str]]] = {}
+    legends: dict[tuple[str, str, str], list[str]] = {}
+    for point in by_point(row for row in rows if row.group in SETS).values():
+        ours = point.get("ours")
+        if ours is None or not ours.tflops or " p0" in ours.shape:
+            continue
+        key = ours.op, ours.group, ours.dtype
+        ratios = comparisons(point, device)
+        legends[key] = ["TFLOP/s", *(f"over {peer}" for peer in ratios)]
+        figure = f"{ours.tflops:.0f}" if ours.tflops >= 10 else f"{ours.tflops:.3f}"
+        label = f"d{ours.head_dim} {'causal' if ours.causal else 'full'}"
+        cell = " / ".join([figure, *(f"{ratio:.2f}" for ratio in ratios.values())])
+        tables.setdefault(key, {}).setdefault(label, {})[ours.seqlen] = cell
+    text = ""
+    for key, lines in tables.items():
+        columns = sorted({seqlen for cells in lines.values() for seqlen in cells})
+        text += f"{' '.join(key)}: {' / '.join(legends[key])}\n\n"
+        text += "| | " + " | ".join(f"{seqlen:,}" for seqlen in columns) + " |\n"
+        text += "|---" * (1 + len(columns)) + "|\n"
+        for label, cells in lines.items():
+            text += f"| {label} | " + " | ".join(cells.get(s, "") for s in columns) + " |\n"
+        text += "\n"
+    return text
+
+
 # ---- files
 
 

@@ -128,6 +128,18 @@ def test_comparisons_and_summary():
     assert wanted in text
 
 
+def test_markdown():
+    assert report.markdown(paper_rows(), H200).splitlines() == [
+        "fwd paper bfloat16: TFLOP/s / over sdpa_cudnn / over best",
+        "",
+        "| | 512 | 1,024 |",
+        "|---|---|---|",
+        "| d64 full | 137 / 2.00 / 2.00 | 137 / 1.00 / 1.00 |",
+        "",
+    ]
+    assert report.markdown(paper_rows()[1::2], H200) == ""
+
+
 def test_stars_are_the_peers_that_did_not_run():
     shape = shapes.gpt2()[0]
     rows = {
