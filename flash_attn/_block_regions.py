@@ -253,7 +253,7 @@ def _look(region: Region, grid: Grid, cut: Tensor) -> tuple[Tensor, Tensor]:
     """The elements of the blocks `cut` (n, 4): their bit tiles and, per block, its state."""
     words = -(-grid.block_k // 32)
     area = grid.block_q * grid.block_k
-    room = 1 << (20 if grid.device.type == "cpu" else 22)  # elements at a time
+    room = 1 << (20 if grid.device.type == "cpu" else 24)  # elements at a time
     step, lines = max(1, room // area), max(1, min(grid.block_q, room // grid.block_k))
     all_seen = torch.ones(grid.block_k, dtype=torch.bool, device=grid.device)
     all_seen = _pack(all_seen, words)
@@ -265,7 +265,7 @@ def _look(region: Region, grid: Grid, cut: Tensor) -> tuple[Tensor, Tensor]:
         ]
         tiles = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         whole = (tiles == all_seen).flatten(1).all(1)
-        mixed = (tiles != 0).flatten(1).any(1) & ~whole
+        mixed = ((tiles != 0).flatten(1).any(1) & ~whole).nonzero().flatten()
         tiles, number = unique_tiles(tiles[mixed])
         found = whole_state(whole)
         found[mixed] = number + total
