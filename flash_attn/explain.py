@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -41,8 +42,20 @@ class Explanation:
         lines = [self.problem]
         for name, plan in self.plans.items():
             lines.append(f"{name}: {plan}")
-            lines += [f"  not taken: {reason}" for reason in self.reasons.get(name, ())]
+            lines += [f"  not taken: {reason}" for reason in _grouped(self.reasons.get(name, ()))]
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
+
+
+def _grouped(reasons: Sequence[str]) -> list[str]:
+    """Kernels that are passed over for one reason on one line."""
+    kernels: dict[str, list[str]] = {}
+    for reason in reasons:
+        kernel, _, text = reason.partition(": ")
+        kernels.setdefault(text, []).append(kernel)
+    return [
+        names[0] + (f" (and {len(names) - 1} more)" if len(names) > 1 else "") + f": {text}"
+        for text, names in kernels.items()
+    ]
 
 
 def explain(

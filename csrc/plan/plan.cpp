@@ -48,11 +48,20 @@ void plan_cpu(Plan& plan, const AttnParams& p, const DeviceInfo& device) {
   plan.shared_bytes = row.shared_bytes(p, plan.block_m, plan.num_splits);
 }
 
+// Blocks of a row that fit one multiprocessor's shared memory, which is a little more than a block
+// may ask for; at most 2, since registers allow no more.
+int resident_blocks(const KernelRow& row, const DeviceInfo& device) {
+  constexpr int kReserved = 1024;  // of each block, for the system
+  const int room = (device.smem_per_block + kReserved) / (row.smem_bytes + kReserved);
+  return clamp_to(room, 1, 2);
+}
+
 void plan_cuda(Plan& plan, const AttnParams& p, const DeviceInfo& device) {
   const KernelRow& row = *plan.row;
   if (row.pass == Pass::kForward) {
     plan.group = cuda_group(p, plan.block_m);
-    plan.num_splits = cuda_forward_splits(p, plan.block_m, plan.block_n, plan.group, device);
+    plan.num_splits = cuda_forward_splits(p, plan.block_m, plan.block_n, plan.group,
+                                          resident_blocks(row, device), device);
     plan.blocks = slot_count(p.seq_q, p.batch, p.seqlen_q, plan.group, plan.block_m) *
                   (p.heads_q / plan.group) * plan.num_splits;
   } else if (row.pass == Pass::kBackward) {

@@ -104,8 +104,12 @@ int64_t cuda_forward_tasks(const AttnParams& p, int block_m, int group) {
   return sequence_tiles(p, block_m, group) * p.batch * (p.heads_q / group);
 }
 
-int cuda_forward_splits(
-    const AttnParams& p, int block_m, int block_n, int group, const DeviceInfo& device) {
+int cuda_forward_splits(const AttnParams& p,
+                        int block_m,
+                        int block_n,
+                        int group,
+                        int resident,
+                        const DeviceInfo& device) {
   // Costs in steps over a tile of keys, from decoding on an H200: starting a block; writing a
   // partial result; the merging kernel and each slice that it reads.
   constexpr double kBlock = 3, kPartial = 2, kMerge = 4, kSlice = 0.1;
@@ -114,10 +118,12 @@ int cuda_forward_splits(
   const int64_t tiles = ceil_div(visible_keys(p, block_m, group), int64_t{block_n});
   const int64_t sms = max_of(device.sm_count, 1), limit = min_of(tiles, kMostSplits);
   if (tasks == 0 || 10 * tasks >= 8 * sms) return 1;
+  const bool few_rows = 2 * mean_queries(p) * group <= block_m;
+  const int64_t places = few_rows ? sms * resident : sms;
   int64_t best = 1;
   double best_time = static_cast<double>(tiles) + kBlock;
   for (int64_t rounds = 1; rounds <= kMostRounds; ++rounds) {  // as many as fill them
-    const int64_t most = min_of(rounds * sms / tasks, limit);
+    const int64_t most = min_of(rounds * places / tasks, limit);
     if (most <= 1) continue;
     const int64_t each = ceil_div(tiles, most), splits = ceil_div(tiles, each);
     const double time =

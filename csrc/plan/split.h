@@ -34,8 +34,14 @@ int cuda_group(const AttnParams& params, int block_m);
 int64_t cuda_forward_tasks(const AttnParams& params, int block_m, int group);
 
 // 1 when the tiles come near to filling the device; else the number of slices of least time, where
-// blocks run in rounds of one on each multiprocessor.
-int cuda_forward_splits(
-    const AttnParams& params, int block_m, int block_n, int group, const DeviceInfo& device);
+// blocks run in rounds of one on each multiprocessor, or of `resident`, as many as its shared
+// memory holds, where tiles have few rows: such blocks wait for memory and leave room to each
+// other.
+int cuda_forward_splits(const AttnParams& params,
+                        int block_m,
+                        int block_n,
+                        int group,
+                        int resident,
+                        const DeviceInfo& device);
 
 }  // namespace flash_attn

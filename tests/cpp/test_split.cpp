@@ -129,7 +129,7 @@ void test_cuda_table() {
     const AttnParams p = problem(c.batch, c.heads_q, c.heads_k, c.seqlen_q, c.seqlen_k);
     const int group = cuda_group(p, 128);
     CHECK_EQ(group, c.group, c.batch, c.heads_q, c.heads_k, c.seqlen_q, c.seqlen_k);
-    CHECK_EQ(cuda_forward_splits(p, 128, 64, group, device), c.splits, c.batch, c.heads_q,
+    CHECK_EQ(cuda_forward_splits(p, 128, 64, group, 1, device), c.splits, c.batch, c.heads_q,
              c.heads_k, c.seqlen_q, c.seqlen_k);
   }
 }
@@ -147,36 +147,40 @@ void test_cuda_bounds() {
   packed.seq_k.total = 64 * 4096;
   CHECK_EQ(cuda_group(packed, 128), 4);
   CHECK_EQ(cuda_forward_tasks(packed, 128, 4), 64 * 8);
-  CHECK_EQ(cuda_forward_splits(packed, 128, 64, 4, device), 1);
+  CHECK_EQ(cuda_forward_splits(packed, 128, 64, 4, 1, device), 1);
   packed.batch = 2;  // of 32 queries each
   CHECK_EQ(cuda_group(packed, 128), 4);
   CHECK_EQ(cuda_forward_tasks(packed, 128, 4), 2 * 8);
-  CHECK_EQ(cuda_forward_splits(packed, 128, 64, 4, device), 8);
+  CHECK_EQ(cuda_forward_splits(packed, 128, 64, 4, 1, device), 8);
 
   AttnParams decode = problem(1, 64, 8, 1, 8192);
+  CHECK_EQ(cuda_forward_splits(decode, 128, 64, 8, 2, device), 32);  // two blocks side by side
+  decode.seqlen_q = 16;                                              // whole tiles: one alone
+  CHECK_EQ(cuda_forward_splits(decode, 128, 64, 8, 2, device), 16);
+  decode.seqlen_q = 1;
   decode.dropout.philox = &seed;
   CHECK_EQ(cuda_group(decode, 128), 1);
   decode.dropout.philox = nullptr;
   decode.mask.window_right = 0;
-  CHECK_EQ(cuda_forward_splits(decode, 128, 64, 8, device), 16);
+  CHECK_EQ(cuda_forward_splits(decode, 128, 64, 8, 1, device), 16);
   decode.mask.window_left = 128;  // three tiles of keys are left
-  CHECK_EQ(cuda_forward_splits(decode, 128, 64, 8, device), 1);
+  CHECK_EQ(cuda_forward_splits(decode, 128, 64, 8, 1, device), 1);
   decode.mask.window_left = kUnlimited;
   decode.pages.table = &some;  // the pages hold less than the table could name
   decode.pages.page_size = 16;
   decode.pages.num_pages = 10;
-  CHECK_EQ(cuda_forward_splits(decode, 128, 64, 8, device), 1);
+  CHECK_EQ(cuda_forward_splits(decode, 128, 64, 8, 1, device), 1);
   decode.pages.table = nullptr;
   decode.mask.blocks.index = &some;
   decode.mask.blocks.width = 2;
   decode.mask.block_k = 128;
   CHECK_EQ(cuda_group(decode, 128), 1);
-  CHECK_EQ(cuda_forward_splits(decode, 128, 64, 1, device), 1);
+  CHECK_EQ(cuda_forward_splits(decode, 128, 64, 1, 1, device), 1);
 
   for (int heads = 1; heads < 200; ++heads) {
     for (int tiles = 0; tiles < 300; tiles += 7) {
       const AttnParams p = problem(1, heads, heads, 100, tiles * 64);
-      const int splits = cuda_forward_splits(p, 128, 64, 1, device);
+      const int splits = cuda_forward_splits(p, 128, 64, 1, 1, device);
       CHECK(splits >= 1 && (splits == 1 || splits <= tiles), heads, tiles, splits);
       CHECK(splits == 1 || heads * splits <= 4 * 132, heads, tiles, splits);
     }
