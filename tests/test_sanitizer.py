@@ -3,12 +3,12 @@
 
     export PYTORCH_NO_CUDA_MEMORY_CACHING=1     # else a stray access meets a neighbour's block
     for tool in memcheck racecheck synccheck initcheck; do
-      compute-sanitizer --tool $tool --error-exitcode 9 --kernel-regex kns=flash_attn \
+      compute-sanitizer --tool $tool --error-exitcode 9 --kernel-name kns=flash_attn \
         python -m pytest -q -m sanitizer tests/test_sanitizer.py
     done
 
 Only kernels of this package are watched (kns: a part of their names); torch's own would take
-minutes. initcheck needs the inputs written by watched kernels too: leave --kernel-regex out there.
+minutes. initcheck needs the inputs written by watched kernels too: leave --kernel-name out there.
 Without the tool these are ordinary tests.
 """
 

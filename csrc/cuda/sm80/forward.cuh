@@ -122,7 +122,8 @@ __device__ __forceinline__ void store_result(const AttnParams& p,
                                              uint8_t* smem) {
   const ForwardTask& task = state.task;
   const WarpRows warp = state.warp_rows(warp_row);
-  const int column0 = task.slice * Tile::kHeadDimV, dim = p.head_dim_v - column0;
+  const int column0 = task.slice * Tile::kHeadDimV;
+  const int dim = min(p.head_dim_v - column0, Tile::kHeadDimV);  // of this slice
 #pragma unroll
   for (int b = 0; b < kRowBlocks; ++b) {
 #pragma unroll
