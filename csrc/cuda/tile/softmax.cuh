@@ -3,8 +3,10 @@
 // 2^((s - m) * c), where c brings scores to units of log 2. A thread holds two rows of each 16-row
 // block (g and g + 8); sums stay per thread until the end.
 //
-// m need not be the maximum: it is raised only when some score passes it by more than 8 / c, so
-// weights are at most 2^8, and most tiles neither exchange maxima nor rescale out.
+// m need not be the maximum, so that most tiles neither exchange maxima nor rescale out: it is
+// raised when the weight of some score would be more than 2^8, or more than twice the thread's sum
+// so far. The second because weights are rounded to 16 bits for the next product: that of m itself
+// is 1 and exact, and a key of another weight must not dominate its row.
 //
 // A weight is 2^(s * c - base) with base = m * c rounded, one fused operation. The rounding of base
 // is a factor common to the row, so it cancels against l; what is old changes by the ratio of the
@@ -20,13 +22,12 @@ namespace flash_attn {
 // What the host knows of a kernel's scores. They are in natural units after multiplication by
 // `unit`, which is positive.
 struct ScoreScale {
-  float unit = 1, c = 1, slack = 0;
+  float unit = 1, c = 1, inverse = 1;  // 1 / c
 
   __host__ explicit ScoreScale(double unit_)
-      : unit(static_cast<float>(unit_)), c(static_cast<float>(unit_ * 1.4426950408889634)) {
-    // m = -inf and an infinite slack would make a NaN.
-    slack = 8 / c < 3e38f ? 8 / c : 3e38f;
-  }
+      : unit(static_cast<float>(unit_)),
+        c(static_cast<float>(unit_ * 1.4426950408889634)),
+        inverse(1 / c) {}
 };
 
 template <int kRowBlocks>
@@ -102,7 +103,8 @@ struct Softmax {
 #pragma unroll
         for (int n = 1; n < kColumns; ++n)
           most[b][h] = fmaxf(most[b][h], fmaxf(s[b][n][2 * h], s[b][n][2 * h + 1]));
-        grew |= most[b][h] > m[b][h] + scale.slack;
+        const float slack = fminf(fmaxf(ptx::log2_approx(l[b][h]) + 1, 0.0f), 8.0f);
+        grew |= most[b][h] > fmaf(slack, scale.inverse, m[b][h]);
       }
     }
     if (!__any_sync(0xffffffffu, grew)) return;
