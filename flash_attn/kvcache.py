@@ -202,6 +202,8 @@ def _entries(q, k_cache, v_cache, cache_batch_idx, block_table):
             f"cache_batch_idx "
             f"must be given, got {k_cache.shape[0]} (k_cache.shape[0])"
         )
+    if k_cache.shape[0] == batch:  # usual; the slices would cost more than this whole function
+        return k_cache, v_cache, None, None
     return k_cache[:batch], v_cache[:batch], None, None
 
 
@@ -227,13 +229,14 @@ def _check_new(q, k_cache, v_cache, k, v, cache_seqlens) -> None:
                 f"{name} must be on the caches' device, {k_cache.device}, got {tensor.device}"
             )
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if cache.stride(-1) != 1 and cache.shape[-1] != 1:
+        steps = cache.stride()
+        if steps[-1] != 1 and cache.shape[-1] != 1:
             shape_error(
                 f"{name} must be contiguous in its last dimension to be appended to, got strides "
-                f"{tuple(cache.stride())}"
+                f"{tuple(steps)}"
             )
-        if any(
-            step == 0 and size > 1 for step, size in zip(cache.stride(), cache.shape, strict=True)
+        if 0 in steps and any(
+            step == 0 and size > 1 for step, size in zip(steps, cache.shape, strict=True)
         ):
             shape_error(
                 f"{name} must not be expanded to be appended to, since several slots would be one "
