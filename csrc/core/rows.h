@@ -17,13 +17,18 @@ struct PackedRows {
   FA_HD PackedRows(int group_, int head_k) : group(group_), head_first(head_k * group_) {}
 
   FA_HD int64_t rows(int q_len) const { return int64_t{q_len} * group; }
-  FA_HD int position(int64_t r) const { return static_cast<int>(r / group); }
-  FA_HD int head(int64_t r) const { return head_first + static_cast<int>(r % group); }
+  FA_HD int position(int64_t r) const { return static_cast<int>(quotient(r, group)); }
+  FA_HD int position(int r) const { return group == 1 ? r : r / group; }
+  FA_HD int head(int r) const { return group == 1 ? head_first : head_first + r % group; }
+  FA_HD int head(int64_t r) const {
+    return head_first + static_cast<int>(r - quotient(r, group) * group);
+  }
   FA_HD int64_t row(int position, int head) const {
     return int64_t{position} * group + (head - head_first);
   }
   // One past the last position that the rows before `end` touch.
-  FA_HD int position_end(int64_t end) const { return static_cast<int>((end + group - 1) / group); }
+  FA_HD int position_end(int end) const { return end == 0 ? 0 : position(end - 1) + 1; }
+  FA_HD int position_end(int64_t end) const { return end == 0 ? 0 : position(end - 1) + 1; }
 };
 
 }  // namespace flash_attn

@@ -19,13 +19,13 @@ struct TileSlot {
 
 // Slots of a side whose sequences have at most `length` positions of `each` rows.
 FA_HD int64_t slot_count(const Sequence& s, int batch, int length, int each, int block) {
-  if (s.cu_seqlens != nullptr) return s.total * each / block + batch;
+  if (s.cu_seqlens != nullptr) return quotient(s.total * each, block) + batch;
   return batch * ceil_div(int64_t{length} * each, int64_t{block});
 }
 
 // The first slot of packed sequence b, whatever stands in cu_seqlens.
 FA_HD int64_t first_slot(const Sequence& s, int b, int each, int block) {
-  return clamp_to(int64_t{s.cu_seqlens[b]}, int64_t{0}, s.total) * each / block + b;
+  return quotient(clamp_to(int64_t{s.cu_seqlens[b]}, int64_t{0}, s.total) * each, block) + b;
 }
 
 FA_HD TileSlot

@@ -71,7 +71,8 @@ class TileWalk {
   static constexpr int kMaxTiles = 0x7fffffff;
 
   FA_HD void slice(int begin, int count, int split, int num_splits) {
-    const int each = count / num_splits, more = count % num_splits;
+    const int each = static_cast<int>(quotient(count, num_splits));
+    const int more = count - each * num_splits;
     stop_ = begin + split * each + min_of(split, more);
     position_ = stop_ + each + (split < more ? 1 : 0);
   }

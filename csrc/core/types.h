@@ -24,6 +24,13 @@ template <class T>
 FA_HD constexpr T ceil_div(T a, T b) {
   return (a + b - 1) / b;
 }
+// a / b for non-negative a and positive b. GPUs divide 64-bit numbers by a long subroutine, and
+// nearly all of these quotients are by 1 or small.
+FA_HD int64_t quotient(int64_t a, int b) {
+  if (b == 1) return a;
+  if ((a >> 32) == 0) return static_cast<uint32_t>(a) / static_cast<uint32_t>(b);
+  return a / b;
+}
 template <class T>
 FA_HD constexpr T round_up(T a, T b) {
   return ceil_div(a, b) * b;

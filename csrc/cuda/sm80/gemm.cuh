@@ -32,9 +32,26 @@ __device__ __forceinline__ uint32_t fragment_at(uint32_t lane, int row, int k) {
   return (lane ^ (k % 4 * 32)) + (k / 4 * kRows + row) * 128;
 }
 
+// An A operand -> columns 16 * k … of a tile of kRows rows, whose row `row` (a multiple of 8) is
+// the operand's first: what ldmatrix at fragment_at reads back.
+template <int kRows>
+__device__ __forceinline__ void store_operand(const uint32_t (&a)[4],
+                                              uint32_t tile,
+                                              int row,
+                                              int k) {
+  const uint32_t line = threadIdx.x % 32 / 4;
+  const uint32_t first = tile + line * 144 + threadIdx.x % 4 * 4;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t at =
+        (first ^ ((2 * k + i / 2) % 8 * 16)) + (k / 4 * kRows + row + i % 2 * 8) * 128;
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(a[i]) : "memory");
+  }
+}
+
 // S (16 * kRowBlocks, kKeys) = Q K^T. q: row_lane of the warp's first row in a tile of kQueryRows;
-// k: column_lane of (kKeys, kDim).
-template <class Element, int kDim, int kKeys, int kQueryRows, int kRowBlocks>
+// k: column_lane of the first key in a tile of kTileKeys x kDim.
+template <class Element, int kDim, int kKeys, int kTileKeys, int kQueryRows, int kRowBlocks>
 __device__ __forceinline__ void warp_matmul_qk(float (&s)[kRowBlocks][kKeys / 8][4],
                                                uint32_t q,
                                                uint32_t k) {
@@ -52,15 +69,17 @@ __device__ __forceinline__ void warp_matmul_qk(float (&s)[kRowBlocks][kKeys / 8]
       ptx::load_matrix_x4(a[step % 2][b], fragment_at<kQueryRows>(q, 16 * b, step));
   };
   load_q(0);
-  ptx::load_matrix_x4(r[0], fragment_at<kKeys>(k, 0, 0));
+  ptx::load_matrix_x4(r[0], fragment_at<kTileKeys>(k, 0, 0));
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
     for (int n = 0; n < kEach; ++n) {
       const int now = step * kEach + n, next = now + 1;
       if (n == (kEach > 1 ? 1 : 0) && step + 1 < kSteps) load_q(step + 1);
-      if (next < kSteps * kEach)
-        ptx::load_matrix_x4(r[next % 2], fragment_at<kKeys>(k, next % kEach * 16, next / kEach));
+      if (next < kSteps * kEach) {
+        ptx::load_matrix_x4(r[next % 2],
+                            fragment_at<kTileKeys>(k, next % kEach * 16, next / kEach));
+      }
 #pragma unroll
       for (int b = 0; b < kRowBlocks; ++b) {
         ptx::mma_16x8x16(Element(), s[b][2 * n], a[step % 2][b], r[now % 2][0], r[now % 2][1]);
@@ -70,26 +89,25 @@ __device__ __forceinline__ void warp_matmul_qk(float (&s)[kRowBlocks][kKeys / 8]
   }
 }
 
-// out (16 * kRowBlocks, kDim) += P V. p: probabilities where S was. v: row_lane of (kKeys, kDim).
-template <class Element, int kDim, int kKeys, int kRowBlocks>
+// out (16 * kRowBlocks, kDim) += P V. `operand(a, step)` gives P of keys 16 * step … as A operands;
+// v: row_lane of the first key and column in a tile of kTileKeys rows.
+template <class Element, int kDim, int kKeys, int kTileKeys, int kRowBlocks, class Operand>
 __device__ __forceinline__ void warp_matmul_pv(float (&out)[kRowBlocks][kDim / 8][4],
-                                               const float (&p)[kRowBlocks][kKeys / 8][4],
+                                               const Operand& operand,
                                                uint32_t v) {
   constexpr int kSteps = kKeys / 16, kEach = kDim / 16;
   uint32_t r[2][4];  // keys 0-7 and 8-15 of dims 0-7, then of dims 8-15
-  ptx::load_matrix_x4_trans(r[0], fragment_at<kKeys>(v, 0, 0));
+  ptx::load_matrix_x4_trans(r[0], fragment_at<kTileKeys>(v, 0, 0));
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     uint32_t a[kRowBlocks][4];
-#pragma unroll
-    for (int b = 0; b < kRowBlocks; ++b)
-      to_operand<Element>(a[b], p[b][2 * step], p[b][2 * step + 1]);
+    operand(a, step);
 #pragma unroll
     for (int n = 0; n < kEach; ++n) {
       const int now = step * kEach + n, next = now + 1;
       if (next < kSteps * kEach) {
         ptx::load_matrix_x4_trans(r[next % 2],
-                                  fragment_at<kKeys>(v, next / kEach * 16, next % kEach));
+                                  fragment_at<kTileKeys>(v, next / kEach * 16, next % kEach));
       }
 #pragma unroll
       for (int b = 0; b < kRowBlocks; ++b) {

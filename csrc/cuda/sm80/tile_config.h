@@ -14,6 +14,7 @@ namespace flash_attn::sm80 {
 struct Forward64 {
   static constexpr int kHeadDim = 64, kHeadDimV = 64, kBlockM = 128, kBlockN = 64, kWarps = 4;
   static constexpr int kBlocksPerSm = 2, kSlices = 1;
+  static constexpr bool kPairs = false;
 };
 // 96 KiB.
 struct Forward128 : Forward64 {
@@ -26,10 +27,18 @@ struct Forward192 : Forward128 {
 struct Forward192Small : Forward192 {
   static constexpr int kBlockN = 32;
 };
-// Out alone would take 256 registers at 32 rows a warp: 16 rows. 128 KiB; the small one 96.
+// Out alone would take 256 registers at 32 rows a warp. Where there is shared memory for it two
+// warps share 32 rows (forward_pair.cuh), K and V have one stage and P a place: 224 KiB. Elsewhere
+// a warp has 16 rows: 128 KiB, the small one 96.
+struct Forward256Pairs {
+  static constexpr int kHeadDim = 256, kHeadDimV = 256, kBlockM = 128, kBlockN = 128, kWarps = 8;
+  static constexpr int kBlocksPerSm = 1, kSlices = 1;
+  static constexpr bool kPairs = true;
+};
 struct Forward256 {
   static constexpr int kHeadDim = 256, kHeadDimV = 256, kBlockM = 128, kBlockN = 32, kWarps = 8;
   static constexpr int kBlocksPerSm = 1, kSlices = 1;
+  static constexpr bool kPairs = false;
 };
 struct Forward256Small : Forward256 {
   static constexpr int kBlockM = 64, kWarps = 4;
@@ -69,11 +78,19 @@ struct Sm75Forward512 : Forward512 {
   static constexpr int kHeadDimV = 128, kBlockM = 16, kBlockN = 16, kWarps = 1, kSlices = 4;
 };
 
+// Rows of a warp, or of a pair.
+template <class Tile>
+constexpr int forward_warp_rows() {
+  return Tile::kBlockM / (Tile::kPairs ? Tile::kWarps / 2 : Tile::kWarps);
+}
+
 // Bytes of the tiles in shared memory.
 template <class Tile>
 constexpr int forward_tile_bytes(int element_bytes) {
-  return element_bytes *
-         (Tile::kBlockM * Tile::kHeadDim + 2 * Tile::kBlockN * (Tile::kHeadDim + Tile::kHeadDimV));
+  constexpr int kStages = Tile::kPairs ? 1 : 2;
+  constexpr int kP = Tile::kPairs ? Tile::kBlockM * Tile::kBlockN : 0;
+  constexpr int kKv = kStages * Tile::kBlockN * (Tile::kHeadDim + Tile::kHeadDimV);
+  return element_bytes * (Tile::kBlockM * Tile::kHeadDim + kKv + kP);
 }
 
 }  // namespace flash_attn::sm80

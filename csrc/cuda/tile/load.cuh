@@ -68,12 +68,14 @@ struct KeyRows {
   }
 };
 
-// Whether 16-byte copies may be used: every row begins at a multiple of 16 bytes.
+// Whether 16-byte copies may be used: every row begins at a multiple of 16 bytes (and no two
+// neighbours are so far apart that 32 bits would not hold the bytes between some rows of a tile).
 template <class Element>
 __device__ __forceinline__ bool copies_whole_chunks(const TensorRef& t) {
   constexpr int kEach = 16 / sizeof(Element);
   return ((reinterpret_cast<uintptr_t>(t.ptr) % 16) | (t.batch % kEach) | (t.row % kEach) |
-          (t.head % kEach)) == 0;
+          (t.head % kEach)) == 0 &&
+         t.row < (1 << 22);
 }
 
 // One chunk, element by element: for rows that are not aligned.
@@ -113,25 +115,30 @@ __device__ __forceinline__ void load_tile(
     return smem + tile_offset<kRows>(first + r, threadIdx.x % kPanelChunks);
   };
   const int end = min(rows.end, limit);
-  int bytes[kPanels];
+  if (__builtin_expect(whole_chunks && rows.even() && dim % kChunk == 0, 1)) {
+    const int stride = static_cast<int>(rows.stride());
+    const auto* source = rows.base + (int64_t{begin} + first) * stride + column;
+    // Rows [rows.first, end) exist, and of them the panels that begin before dim.
+    const unsigned at = begin + first - rows.first, span = max(end - rows.first, 0);
+    unsigned live[kPanels];
 #pragma unroll
-  for (int panel = 0; panel < kPanels; ++panel)
-    bytes[panel] = 2 * clamp_to(dim - column - panel * kPanelColumns, 0, kChunk);
-  if (whole_chunks && rows.even()) {
-    const int64_t stride = rows.stride();
-    const auto* source = rows.base + (begin + first) * stride + column;
+    for (int panel = 0; panel < kPanels; ++panel)
+      live[panel] = column + panel * kPanelColumns < dim ? span : 0;
 #pragma unroll
     for (int r = 0; r < kRows; r += kStep) {
-      const int row = begin + first + r;
-      const bool live = row >= rows.first && row < end;
 #pragma unroll
       for (int panel = 0; panel < kPanels; ++panel) {
-        ptx::copy_async_16(to(r) + panel * kPanelBytes, source + r * stride + panel * kPanelColumns,
-                           live ? bytes[panel] : 0);
+        ptx::copy_async_16(to(r) + panel * kPanelBytes,
+                           source + int64_t{r * stride} + panel * kPanelColumns,
+                           at + r < live[panel] ? 16 : 0);
       }
     }
     return;
   }
+  int bytes[kPanels];
+#pragma unroll
+  for (int panel = 0; panel < kPanels; ++panel)
+    bytes[panel] = 2 * clamp_to(dim - column - panel * kPanelColumns, 0, kChunk);
 #pragma unroll 1
   for (int r = 0; first + r < kRows; r += kStep) {
     const int row = begin + first + r;

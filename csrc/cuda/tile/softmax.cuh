@@ -48,15 +48,96 @@ struct Softmax {
   __device__ __forceinline__ void step(float (&s)[kRowBlocks][kColumns][4],
                                        float (&out)[kRowBlocks][kOutColumns][4],
                                        const ScoreScale& scale) {
-    raise(s, out, scale);
+    float most[kRowBlocks][2];
+    if (__any_sync(0xffffffffu, passes(s, most, scale))) {
+#pragma unroll
+      for (int b = 0; b < kRowBlocks; ++b)
+        most[b][0] = row_reduce_max(most[b][0]), most[b][1] = row_reduce_max(most[b][1]);
+      raise(most, out, scale);
+    }
+    prepare(s);
+    weigh(s, scale);
+  }
+
+  // l: the sums of whole rows, in all lanes.
+  __device__ __forceinline__ void finish() {
+#pragma unroll
+    for (int b = 0; b < kRowBlocks; ++b)
+      l[b][0] = row_reduce_sum(l[b][0]), l[b][1] = row_reduce_sum(l[b][1]);
+  }
+
+  // Whether a score of this thread asks for a higher m. `most`: its largest in each row.
+  template <int kColumns>
+  __device__ __forceinline__ bool passes(const float (&s)[kRowBlocks][kColumns][4],
+                                         float (&most)[kRowBlocks][2],
+                                         const ScoreScale& scale) const {
+    bool any = false;
+#pragma unroll
+    for (int b = 0; b < kRowBlocks; ++b) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        most[b][h] = fmaxf(s[b][0][2 * h], s[b][0][2 * h + 1]);
+#pragma unroll
+        for (int n = 1; n < kColumns; ++n)
+          most[b][h] = fmaxf(most[b][h], fmaxf(s[b][n][2 * h], s[b][n][2 * h + 1]));
+        const float slack = fminf(fmaxf(ptx::log2_approx(l[b][h]) + 1, 0.0f), 8.0f);
+        any |= most[b][h] > fmaf(slack, scale.inverse, m[b][h]);
+      }
+    }
+    return any;
+  }
+
+  // Raises m to `most`, the largest of the row's new scores, where that is higher. All lanes.
+  template <int kOutColumns>
+  __device__ __forceinline__ void raise(float (&most)[kRowBlocks][2],
+                                        float (&out)[kRowBlocks][kOutColumns][4],
+                                        const ScoreScale& scale) {
     const float c = scale.c;
-    if (huge) subtract(s);
+    bool far = false;
+#pragma unroll
+    for (int b = 0; b < kRowBlocks; ++b) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        most[b][h] = fmaxf(m[b][h], most[b][h]);
+        far |= fabsf(base_of(most[b][h], c)) > kHuge;
+      }
+    }
+    huge = huge || __any_sync(0xffffffffu, far);
+#pragma unroll
+    for (int b = 0; b < kRowBlocks; ++b) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float down =
+            huge ? (m[b][h] - most[b][h]) * c : __fmul_rn(m[b][h], c) - __fmul_rn(most[b][h], c);
+        const float alpha = m[b][h] == most[b][h] ? 1.0f : ptx::exp2_approx(down);
+        m[b][h] = most[b][h];
+        l[b][h] *= alpha;
+#pragma unroll
+        for (int n = 0; n < kOutColumns; ++n)
+          out[b][n][2 * h] *= alpha, out[b][n][2 * h + 1] *= alpha;
+      }
+    }
+  }
+
+  // After m is settled, before weigh: where bases are huge, scores become differences to m.
+  template <int kColumns>
+  __device__ __forceinline__ void prepare(float (&s)[kRowBlocks][kColumns][4]) const {
+    if (__builtin_expect(huge, 0)) subtract(s);
+  }
+
+  // scores -> probabilities in place, added up in l: `count` columns of 8 from `first` on.
+  template <int kColumns>
+  __device__ __forceinline__ void weigh(float (&s)[kRowBlocks][kColumns][4],
+                                        const ScoreScale& scale,
+                                        int first = 0,
+                                        int count = kColumns) {
+    const float c = scale.c;
 #pragma unroll
     for (int b = 0; b < kRowBlocks; ++b) {
       const float base0 = huge ? 0.0f : base_of(m[b][0], c);
       const float base1 = huge ? 0.0f : base_of(m[b][1], c);
 #pragma unroll
-      for (int n = 0; n < kColumns; ++n) {
+      for (int n = first; n < first + count; ++n) {
         s[b][n][0] = ptx::exp2_approx(fmaf(s[b][n][0], c, -base0));
         s[b][n][1] = ptx::exp2_approx(fmaf(s[b][n][1], c, -base0));
         s[b][n][2] = ptx::exp2_approx(fmaf(s[b][n][2], c, -base1));
@@ -83,53 +164,6 @@ struct Softmax {
 #pragma unroll
         for (int n = 0; n < kColumns; ++n)
           s[b][n][2 * h] -= base, s[b][n][2 * h + 1] -= base;
-      }
-    }
-  }
-
-  // Raises m where the scores ask for it.
-  template <int kColumns, int kOutColumns>
-  __device__ __forceinline__ void raise(const float (&s)[kRowBlocks][kColumns][4],
-                                        float (&out)[kRowBlocks][kOutColumns][4],
-                                        const ScoreScale& scale) {
-    const float c = scale.c;
-    float most[kRowBlocks][2];
-    bool grew = false;
-#pragma unroll
-    for (int b = 0; b < kRowBlocks; ++b) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        most[b][h] = fmaxf(s[b][0][2 * h], s[b][0][2 * h + 1]);
-#pragma unroll
-        for (int n = 1; n < kColumns; ++n)
-          most[b][h] = fmaxf(most[b][h], fmaxf(s[b][n][2 * h], s[b][n][2 * h + 1]));
-        const float slack = fminf(fmaxf(ptx::log2_approx(l[b][h]) + 1, 0.0f), 8.0f);
-        grew |= most[b][h] > fmaf(slack, scale.inverse, m[b][h]);
-      }
-    }
-    if (!__any_sync(0xffffffffu, grew)) return;
-    bool far = false;
-#pragma unroll
-    for (int b = 0; b < kRowBlocks; ++b) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        most[b][h] = fmaxf(m[b][h], row_reduce_max(most[b][h]));
-        far |= fabsf(base_of(most[b][h], c)) > kHuge;
-      }
-    }
-    huge = huge || __any_sync(0xffffffffu, far);
-#pragma unroll
-    for (int b = 0; b < kRowBlocks; ++b) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float down =
-            huge ? (m[b][h] - most[b][h]) * c : __fmul_rn(m[b][h], c) - __fmul_rn(most[b][h], c);
-        const float alpha = m[b][h] == most[b][h] ? 1.0f : ptx::exp2_approx(down);
-        m[b][h] = most[b][h];
-        l[b][h] *= alpha;
-#pragma unroll
-        for (int n = 0; n < kOutColumns; ++n)
-          out[b][n][2 * h] *= alpha, out[b][n][2 * h + 1] *= alpha;
       }
     }
   }
