@@ -6,7 +6,7 @@
 
 namespace flash_attn {
 
-extern const KernelList kSm80ForwardF16, kSm80ForwardBf16;
+extern const KernelList kSm80ForwardF16, kSm80ForwardBf16, kSm80ForwardF32;
 extern const KernelList kSupport;
 
 int cuda_code();  // KernelTable::cuda_code

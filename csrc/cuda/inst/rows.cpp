@@ -7,7 +7,8 @@
 
 namespace flash_attn {
 
-static const KernelList* const kLists[] = {&kSm80ForwardBf16, &kSm80ForwardF16, &kSupport};
+static const KernelList* const kLists[] = {&kSm80ForwardBf16, &kSm80ForwardF16, &kSm80ForwardF32,
+                                           &kSupport};
 const KernelTable kCudaTable = {kLists, std::size(kLists), nullptr, cuda_code};
 
 }  // namespace flash_attn

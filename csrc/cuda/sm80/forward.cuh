@@ -57,8 +57,8 @@ __global__ void __launch_bounds__(Tile::kWarps * 32, blocks_per_sm<Tile>())
   fill_state(p, state, task, seq, walk, keys);
 
   const int warp_row = threadIdx.x / 32 * 16 * kRowBlocks;  // of the tile
-  const uint32_t q_lane = q_smem + warp_row * 128 + row_lane();
-  const uint32_t k_lane = k_smem + column_lane(), v_lane = v_smem + row_lane();
+  const uint32_t q_lane = q_smem + warp_row * 128 + query_lane<Element>();
+  const uint32_t k_lane = k_smem + key_lane<Element>(), v_lane = v_smem + value_lane<Element>();
   float out[kRowBlocks][kDimV / 8][4] = {};
   Softmax<kRowBlocks> softmax;
 
@@ -85,9 +85,15 @@ __global__ void __launch_bounds__(Tile::kWarps * 32, blocks_per_sm<Tile>())
       if constexpr (kScore == Score::kGeneral) {
         if (p.bias.ptr != nullptr) bias.load(p.bias, warp, state.task.batch, key, state.seq.k_len);
       }
-      warp_matmul_qk<Element, kDim, kBlockN, kBlockN, kBlockM>(s, q_lane, k_lane + stage * kKBytes);
+      if constexpr (sizeof(Element) == 4) {
+        warp_multiply_rows<kDim, kBlockM, kBlockN>(s, q_lane, k_lane + stage * kKBytes);
+      } else {
+        warp_matmul_qk<Element, kDim, kBlockN, kBlockN, kBlockM>(s, q_lane,
+                                                                 k_lane + stage * kKBytes);
+      }
       if constexpr (kScore == Score::kGeneral)
-        apply_features(s, p, warp, bias, state.seq.k_len - state.seq.q_len, state.task.batch, key);
+        apply_features<Element>(s, p, warp, bias, state.seq.k_len - state.seq.q_len,
+                                state.task.batch, key);
       TileMask<ceil_div(kColumns, 4)> hidden(p.pages, state.task.batch, key, grid.block_n,
                                              state.tiles[stage].bits);
       if (hidden.some(kBlockN) || !state.sees_all(threadIdx.x / 32, key, kBlockN))
@@ -103,12 +109,16 @@ __global__ void __launch_bounds__(Tile::kWarps * 32, blocks_per_sm<Tile>())
     if constexpr (kScore == Score::kGeneral) {
       if (p.dropout.philox != nullptr) apply_dropout(s, p, warp, state.task.batch, key);
     }
-    const auto weights = [&](uint32_t(&a)[kRowBlocks][4], int step) {
+    if constexpr (sizeof(Element) == 4) {
+      warp_multiply_add<kBlockN>(out, s, v_lane + stage * kVBytes);
+    } else {
+      const auto weights = [&](uint32_t(&a)[kRowBlocks][4], int step) {
 #pragma unroll
-      for (int b = 0; b < kRowBlocks; ++b)
-        to_operand<Element>(a[b], s[b][2 * step], s[b][2 * step + 1]);
-    };
-    warp_matmul_pv<Element, kDimV, kBlockN, kBlockN>(out, weights, v_lane + stage * kVBytes);
+        for (int b = 0; b < kRowBlocks; ++b)
+          to_operand<Element>(a[b], s[b][2 * step], s[b][2 * step + 1]);
+      };
+      warp_matmul_pv<Element, kDimV, kBlockN, kBlockN>(out, weights, v_lane + stage * kVBytes);
+    }
   }
   ptx::copy_async_wait<0>();
   __syncthreads();

@@ -9,6 +9,7 @@
 
 #include "cuda/ptx/ldmatrix.cuh"
 #include "cuda/ptx/mma.cuh"
+#include "cuda/sm80/gemm_f32.cuh"
 #include "cuda/tile/fragment.cuh"
 #include "cuda/tile/swizzle.cuh"
 
@@ -25,11 +26,17 @@ __device__ __forceinline__ uint32_t column_lane() {
   const int lane = threadIdx.x % 32;
   return (lane / 16 * 8 + lane % 8) * 128 + ((lane / 8 % 2) ^ (lane % 8)) * 16;
 }
-// Rows `row` … (a multiple of 8), columns 16 * k … of a tile of kRows rows. `lane`: the tile's
-// address and this lane's offset.
-template <int kRows>
-__device__ __forceinline__ uint32_t fragment_at(uint32_t lane, int row, int k) {
-  return (lane ^ (k % 4 * 32)) + (k / 4 * kRows + row) * 128;
+template <class Element>
+__device__ __forceinline__ uint32_t query_lane() {
+  return sizeof(Element) == 4 ? pair_lane() : row_lane();
+}
+template <class Element>
+__device__ __forceinline__ uint32_t key_lane() {
+  return sizeof(Element) == 4 ? pair_lane() : column_lane();
+}
+template <class Element>
+__device__ __forceinline__ uint32_t value_lane() {
+  return sizeof(Element) == 4 ? column_pair_lane() : row_lane();
 }
 
 // An A operand -> columns 16 * k … of a tile of kRows rows, whose row `row` (a multiple of 8) is

@@ -78,6 +78,22 @@ struct Sm75Forward512 : Forward512 {
   static constexpr int kHeadDimV = 128, kBlockM = 16, kBlockN = 16, kWarps = 1, kSlices = 4;
 };
 
+// fp32 (kGeneral alone): at most 99 KiB, so that one set of rows serves all from sm_80 on. 48, 96
+// and 96 KiB.
+struct F32Forward64 {
+  static constexpr int kHeadDim = 64, kHeadDimV = 64, kBlockM = 64, kBlockN = 32, kWarps = 4;
+  static constexpr int kBlocksPerSm = 3, kSlices = 1;
+  static constexpr bool kPairs = false;
+};
+struct F32Forward128 : F32Forward64 {
+  static constexpr int kHeadDim = 128, kHeadDimV = 128, kBlocksPerSm = 2;
+};
+struct F32Forward256 {
+  static constexpr int kHeadDim = 256, kHeadDimV = 256, kBlockM = 32, kBlockN = 16, kWarps = 2;
+  static constexpr int kBlocksPerSm = 2, kSlices = 1;
+  static constexpr bool kPairs = false;
+};
+
 // Rows of a warp, or of a pair.
 template <class Tile>
 constexpr int forward_warp_rows() {

@@ -24,6 +24,16 @@ __device__ __forceinline__ uint32_t pack_pair(bf16, float low, float high) {
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
+// Two neighbouring columns of a row of shared memory.
+template <class Element>
+__device__ __forceinline__ void store_pair(void* to, float low, float high) {
+  if constexpr (sizeof(Element) == 4) {
+    *static_cast<float2*>(to) = make_float2(low, high);
+  } else {
+    *static_cast<uint32_t*>(to) = pack_pair(Element(), low, high);
+  }
+}
+
 // Two neighbouring 16 x 8 accumulators -> A operand of 16 x 16.
 template <class Element>
 __device__ __forceinline__ void to_operand(uint32_t (&a)[4],

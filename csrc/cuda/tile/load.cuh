@@ -4,6 +4,8 @@
 // zero and is not read. Columns past the tensor's own are zero.
 #pragma once
 
+#include <type_traits>
+
 #include "core/pages.h"
 #include "core/rows.h"
 #include "cuda/ptx/cp_async.cuh"
@@ -81,15 +83,15 @@ __device__ __forceinline__ bool copies_whole_chunks(const TensorRef& t) {
 // One chunk, element by element: for rows that are not aligned.
 template <class Element>
 __device__ __forceinline__ void load_chunk_slowly(uint32_t smem, const Element* source, int count) {
-  uint16_t value[kChunk];
+  using Bits = std::conditional_t<sizeof(Element) == 4, uint32_t, uint16_t>;
+  constexpr int kEach = 4 / sizeof(Element);  // in a word
+  uint32_t word[4] = {};
 #pragma unroll
-  for (int c = 0; c < kChunk; ++c) {
-    value[c] = source != nullptr && c < count ? reinterpret_cast<const uint16_t*>(source)[c] : 0;
+  for (int c = 0; c < 4 * kEach; ++c) {
+    const bool live = source != nullptr && c < count;
+    const uint32_t value = live ? reinterpret_cast<const Bits*>(source)[c] : 0;
+    word[c / kEach] |= value << (c % kEach * 16);
   }
-  uint32_t word[4];
-#pragma unroll
-  for (int w = 0; w < 4; ++w)
-    word[w] = value[2 * w] | uint32_t{value[2 * w + 1]} << 16;
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(smem), "r"(word[0]), "r"(word[1]),
                "r"(word[2]), "r"(word[3])
                : "memory");
@@ -102,11 +104,13 @@ __device__ __forceinline__ void load_chunk_slowly(uint32_t smem, const Element* 
 template <int kRows, int kDim, int kThreads, class Rows>
 __device__ __forceinline__ void load_tile(
     uint32_t smem, const Rows& rows, int begin, int limit, int dim, bool whole_chunks) {
-  constexpr int kPanels = kDim / kPanelColumns, kStep = kThreads / kPanelChunks;
+  using Element = std::remove_const_t<std::remove_pointer_t<decltype(rows.base)>>;
+  constexpr int kEach = kChunkOf<Element>, kColumns = kPanelOf<Element>;  // of a chunk, of a panel
+  constexpr int kPanels = kDim / kColumns, kStep = kThreads / kPanelChunks;
   constexpr uint32_t kPanelBytes = kRows * 128;
-  static_assert(kDim % kPanelColumns == 0);
+  static_assert(kDim % kColumns == 0);
   static_assert(kRows % kStep == 0 || kStep % kRows == 0);
-  const int first = threadIdx.x / kPanelChunks, column = threadIdx.x % kPanelChunks * kChunk;
+  const int first = threadIdx.x / kPanelChunks, column = threadIdx.x % kPanelChunks * kEach;
   if (kStep > kRows && first >= kRows) return;
   // Of row first + r. The swizzle depends on row % 8, which steps of 8 rows leave alone.
   const uint32_t first_to = smem + tile_offset<kRows>(first, threadIdx.x % kPanelChunks);
@@ -115,7 +119,7 @@ __device__ __forceinline__ void load_tile(
     return smem + tile_offset<kRows>(first + r, threadIdx.x % kPanelChunks);
   };
   const int end = min(rows.end, limit);
-  if (__builtin_expect(whole_chunks && rows.even() && dim % kChunk == 0, 1)) {
+  if (__builtin_expect(whole_chunks && rows.even() && dim % kEach == 0, 1)) {
     const int stride = static_cast<int>(rows.stride());
     const auto* source = rows.base + (int64_t{begin} + first) * stride + column;
     // Rows [rows.first, end) exist, and of them the panels that begin before dim.
@@ -123,13 +127,13 @@ __device__ __forceinline__ void load_tile(
     unsigned live[kPanels];
 #pragma unroll
     for (int panel = 0; panel < kPanels; ++panel)
-      live[panel] = column + panel * kPanelColumns < dim ? span : 0;
+      live[panel] = column + panel * kColumns < dim ? span : 0;
 #pragma unroll
     for (int r = 0; r < kRows; r += kStep) {
 #pragma unroll
       for (int panel = 0; panel < kPanels; ++panel) {
         ptx::copy_async_16(to(r) + panel * kPanelBytes,
-                           source + int64_t{r * stride} + panel * kPanelColumns,
+                           source + int64_t{r * stride} + panel * kColumns,
                            at + r < live[panel] ? 16 : 0);
       }
     }
@@ -138,7 +142,7 @@ __device__ __forceinline__ void load_tile(
   int bytes[kPanels];
 #pragma unroll
   for (int panel = 0; panel < kPanels; ++panel)
-    bytes[panel] = 2 * clamp_to(dim - column - panel * kPanelColumns, 0, kChunk);
+    bytes[panel] = sizeof(Element) * clamp_to(dim - column - panel * kColumns, 0, kEach);
 #pragma unroll 1
   for (int r = 0; first + r < kRows; r += kStep) {
     const int row = begin + first + r;
@@ -148,11 +152,11 @@ __device__ __forceinline__ void load_tile(
       for (int panel = 0; panel < kPanels; ++panel) {
         const int size = source != nullptr ? bytes[panel] : 0;
         ptx::copy_async_16(to(r) + panel * kPanelBytes,
-                           size != 0 ? source + column + panel * kPanelColumns : rows.base, size);
+                           size != 0 ? source + column + panel * kColumns : rows.base, size);
       }
     } else {
 #pragma unroll 1
-      for (int from = column, panel = 0; panel < kPanels; from += kPanelColumns, ++panel) {
+      for (int from = column, panel = 0; panel < kPanels; from += kColumns, ++panel) {
         load_chunk_slowly(to(r) + panel * kPanelBytes, source == nullptr ? nullptr : source + from,
                           dim - from);
       }

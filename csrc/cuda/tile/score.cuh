@@ -11,8 +11,8 @@
 namespace flash_attn {
 
 // q . k -> scale * (q . k), capped: cap * tanh(scale * (q . k) / cap) with tanh x = 1 - 2 / (e^2x +
-// 1) of |x|, whose absolute error is 2^-22.
-template <int kRowBlocks, int kColumns>
+// 1) of |x|, whose absolute error is 2^-22: too much for fp32.
+template <class Element, int kRowBlocks, int kColumns>
 __device__ __forceinline__ void scale_and_cap(float (&s)[kRowBlocks][kColumns][4],
                                               float scale,
                                               float cap) {
@@ -20,6 +20,15 @@ __device__ __forceinline__ void scale_and_cap(float (&s)[kRowBlocks][kColumns][4
 #pragma unroll
     for (int e = 0; e < kRowBlocks * kColumns * 4; ++e)
       s[e / 4 / kColumns][e / 4 % kColumns][e % 4] *= scale;
+    return;
+  }
+  if constexpr (sizeof(Element) == 4) {
+    const float inside = scale / cap;
+#pragma unroll
+    for (int e = 0; e < kRowBlocks * kColumns * 4; ++e) {
+      float& x = s[e / 4 / kColumns][e / 4 % kColumns][e % 4];
+      x = cap * tanhf(x * inside);
+    }
     return;
   }
   const float twice = scale / cap * 2.885390082f;  // 2 log2 e
@@ -60,7 +69,7 @@ __device__ __forceinline__ void apply_alibi(float (&s)[kRowBlocks][kColumns][4],
 }
 
 // q . k -> the scores of the specification, in natural units. `key`: first key of the tile.
-template <int kRowBlocks, int kColumns>
+template <class Element, int kRowBlocks, int kColumns>
 __device__ __forceinline__ void apply_features(float (&s)[kRowBlocks][kColumns][4],
                                                const AttnParams& p,
                                                const WarpRows& rows,
@@ -68,7 +77,7 @@ __device__ __forceinline__ void apply_features(float (&s)[kRowBlocks][kColumns][
                                                int shift,
                                                int batch,
                                                int key) {
-  scale_and_cap(s, static_cast<float>(p.softmax_scale), static_cast<float>(p.softcap));
+  scale_and_cap<Element>(s, static_cast<float>(p.softmax_scale), static_cast<float>(p.softcap));
   if (p.alibi.slopes != nullptr) apply_alibi(s, p.alibi, rows, shift, batch, key);
   if (p.bias.ptr != nullptr) bias.add_to(s, p.bias);
 }

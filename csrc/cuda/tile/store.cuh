@@ -3,6 +3,7 @@
 // result (fp32, one slot a split) that support/combine.cuh merges.
 #pragma once
 
+#include "cuda/ptx/shared.cuh"
 #include "cuda/tile/load.cuh"
 #include "cuda/tile/masking.cuh"
 #include "cuda/tile/softmax.cuh"
@@ -66,50 +67,63 @@ __device__ __forceinline__ void store_partial(
   }
 }
 
-// The same -> row `row` + 8 * h + lane / 4 of a swizzled tile with kRows rows, in 16-bit elements.
+// The same -> row `row` + 8 * h + lane / 4 of a swizzled tile with kRows rows, in Elements.
 template <class Element, int kRows, int kColumns>
 __device__ __forceinline__ void stage_row(
     const float (&out)[kColumns][4], int h, float factor, uint8_t* tile, int row) {
   const uint32_t line = threadIdx.x % 32 / 4;  // its number swizzles, steps of 8 rows do not
-  const uint32_t first = smem_address(tile) + row * 128 + line * 144 + fragment_column(0) * 2;
+  if constexpr (sizeof(Element) == 4) {
+    const uint32_t t = threadIdx.x % 4, swizzled = (t / 2 ^ line) * 16 + t % 2 * 8;
+    const uint32_t first = smem_address(tile) + (row + line) * 128 + swizzled;
 #pragma unroll
-  for (int n = 0; n < kColumns; ++n) {
-    const uint32_t pair = pack_pair(Element(), out[n][2 * h] * factor, out[n][2 * h + 1] * factor);
-    asm volatile(
-        "st.shared.u32 [%0], %1;" ::"r"((first ^ (n % 8 * 16)) + (n / 8 * kRows + 8 * h) * 128),
-        "r"(pair)
-        : "memory");
+    for (int n = 0; n < kColumns; ++n) {
+      ptx::store_shared_8((first ^ (n % 4 * 32)) + (n / 4 * kRows + 8 * h) * 128,
+                          out[n][2 * h] * factor, out[n][2 * h + 1] * factor);
+    }
+    return;
+  } else {
+    const uint32_t first = smem_address(tile) + row * 128 + line * 144 + fragment_column(0) * 2;
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n) {
+      const uint32_t pair =
+          pack_pair(Element(), out[n][2 * h] * factor, out[n][2 * h + 1] * factor);
+      asm volatile(
+          "st.shared.u32 [%0], %1;" ::"r"((first ^ (n % 8 * 16)) + (n / 8 * kRows + 8 * h) * 128),
+          "r"(pair)
+          : "memory");
+    }
   }
 }
 
 // Rows [0, kRows) of a swizzled tile with kTileRows rows -> global memory, by one warp. Rows of
 // `out` from `begin` on, columns [0, dim) of them.
-template <int kTileRows, int kRows, int kDim, class Element>
+template <int kTileRows, int kRows, int kDim, class Rows>
 __device__ __forceinline__ void store_rows(const uint8_t* tile,
                                            int row_in_tile,
-                                           const QueryRows<Element>& out,
+                                           const Rows& out,
                                            int begin,
                                            int limit,
                                            int dim,
                                            bool whole_chunks) {
-  constexpr int kChunks = kDim / kChunk;
-  const int chunks = whole_chunks ? dim / kChunk : 0;  // of 16 bytes at once
+  using Element = std::remove_const_t<std::remove_pointer_t<decltype(out.base)>>;
+  constexpr int kEach = kChunkOf<Element>, kChunks = kDim / kEach;
+  const int chunks = whole_chunks ? dim / kEach : 0;  // of 16 bytes at once
 #pragma unroll 4
   for (int c = threadIdx.x % 32; c < kRows * kChunks; c += 32) {
     const int row = c / kChunks, chunk = c % kChunks;
     if (begin + row >= limit || chunk >= chunks) continue;
-    Element* to = const_cast<Element*>(out(begin + row)) + chunk * kChunk;
+    Element* to = const_cast<Element*>(out(begin + row)) + chunk * kEach;
     *reinterpret_cast<uint4*>(to) =
         *reinterpret_cast<const uint4*>(tile + tile_offset<kTileRows>(row_in_tile + row, chunk));
   }
-  const int first = chunks * kChunk, rest = dim - first;  // element by element
+  const int first = chunks * kEach, rest = dim - first;  // element by element
   if (rest <= 0) return;
 #pragma unroll 1
   for (int c = threadIdx.x % 32; c < kRows * rest; c += 32) {
     const int row = c / rest, column = first + c % rest;
     if (begin + row >= limit) continue;
-    const uint32_t at = tile_offset<kTileRows>(row_in_tile + row, column / kChunk) +
-                        column % kChunk * static_cast<uint32_t>(sizeof(Element));
+    const uint32_t at = tile_offset<kTileRows>(row_in_tile + row, column / kEach) +
+                        column % kEach * static_cast<uint32_t>(sizeof(Element));
     const_cast<Element*>(out(begin + row))[column] = *reinterpret_cast<const Element*>(tile + at);
   }
 }
