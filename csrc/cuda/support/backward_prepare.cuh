@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// delta = rowsum(out * dout), in fp32: what the backward pass subtracts from dP. Reads out and dout
-// once, so memory bandwidth is its speed.
+// delta = rowsum(out * dout) - dlse, in fp32: what the backward pass subtracts from dP. Reads out
+// and dout once, so memory bandwidth is its speed.
 //
 //   grid   one block takes kRowsPerLane * kThreads / lanes query rows of one (batch, head); the
 //   head is
@@ -42,7 +42,8 @@ struct Packet {
   }
 };
 
-// delta: (batch, heads_q, rows), contiguous. Packed inputs come as one batch of all rows.
+// delta: (batch, heads_q, rows), contiguous, as lse and dlse, which may be null. Packed inputs come
+// as one batch of all rows.
 template <class Element, int kVec>
 __global__ void __launch_bounds__(kDeltaThreads) delta_kernel(
     const __grid_constant__ AttnParams params, int64_t rows, int row_blocks, int lanes) {
@@ -78,15 +79,21 @@ __global__ void __launch_bounds__(kDeltaThreads) delta_kernel(
     }
   }
 
-  float* delta =
-      static_cast<float*>(params.grad.delta) + (int64_t(batch) * params.heads_q + head) * rows;
+  const int64_t line = (int64_t(batch) * params.heads_q + head) * rows;
+  float* delta = static_cast<float*>(params.grad.delta) + line;
+  const float* lse = params.lse == nullptr ? nullptr : static_cast<const float*>(params.lse) + line;
+  const float* dlse =
+      params.grad.dlse == nullptr ? nullptr : static_cast<const float*>(params.grad.dlse) + line;
 #pragma unroll
   for (int r = 0; r < kDeltaRowsPerLane; ++r) {
     for (int mask = lanes / 2; mask > 0; mask /= 2) {
       sum[r] += ptx::shuffle_xor(sum[r], mask);
     }
     const int64_t row = first + r * groups;
-    if (lane == 0 && row < rows) delta[row] = sum[r];
+    if (lane != 0 || row >= rows) continue;
+    // A row that saw nothing has no gradient, whatever that of its infinite lse may be.
+    const bool empty = lse != nullptr && lse[row] == -INFINITY;
+    delta[row] = empty ? 0.0f : dlse != nullptr ? sum[r] - dlse[row] : sum[r];
   }
 }
 

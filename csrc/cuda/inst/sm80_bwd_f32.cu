@@ -1,0 +1,19 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Backward kernels of the portable family, float32: sm_80 and newer, whose tensor cores have tf32.
+#include <iterator>
+
+#include "cuda/inst/lists.h"
+#include "cuda/sm80/backward_ordered.cuh"
+
+namespace flash_attn {
+
+using namespace sm80;
+
+static constexpr KernelRow kRows[] = {
+    backward_ordered_row<float, F32Backward64>("sm80_backward_f32_d64", 80),
+    backward_ordered_row<float, F32Backward128>("sm80_backward_f32_d128", 80),
+    backward_ordered_row<float, F32Backward256>("sm80_backward_f32_d256", 80),
+};
+const KernelList kSm80BackwardF32 = {kRows, std::size(kRows)};
+
+}  // namespace flash_attn

@@ -1,0 +1,321 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// From q . k to probabilities and score gradients, when lse is known: what the backward kernels do
+// to a 16 x 16 chunk of scores, two neighbouring accumulators of mma. A chunk lies with its keys or
+// with its queries down; a thread holds eight elements of it, element e being c[e % 4] of the left
+// (e < 4) or the right accumulator.
+#pragma once
+
+#include "core/mask.h"
+#include "core/philox.h"
+#include "cuda/ptx/math.cuh"
+#include "cuda/ptx/shared.cuh"
+#include "cuda/tile/fragment.cuh"
+#include "plan/kernel_list.h"
+
+namespace flash_attn {
+
+constexpr float kLog2e = 1.4426950408889634f;
+
+__device__ __forceinline__ int chunk_row(int e) {
+  return static_cast<int>(threadIdx.x) % 32 / 4 + e / 2 % 2 * 8;
+}
+__device__ __forceinline__ int chunk_column(int e) {
+  return threadIdx.x % 4 * 2 + e % 2 + e / 4 * 8;
+}
+struct KeysDown {
+  __device__ __forceinline__ static int key(int e) { return chunk_row(e); }
+  __device__ __forceinline__ static int query(int e) { return chunk_column(e); }
+  // Which of the thread's queries of a chunk element e has, and how many there are.
+  static constexpr int kQueries = 4;
+  __device__ __forceinline__ static constexpr int query_number(int e) { return e / 4 * 2 + e % 2; }
+};
+struct QueriesDown {
+  __device__ __forceinline__ static int key(int e) { return chunk_column(e); }
+  __device__ __forceinline__ static int query(int e) { return chunk_row(e); }
+  static constexpr int kQueries = 2;
+  __device__ __forceinline__ static constexpr int query_number(int e) { return e / 2 % 2; }
+};
+
+// lse in units of log2, or delta, of the thread's queries of a chunk, from shared memory.
+template <class Layout>
+__device__ __forceinline__ void load_statistics(float (&to)[Layout::kQueries], uint32_t chunk) {
+  const int lane = threadIdx.x % 32;
+  if constexpr (Layout::kQueries == 4) {
+    const float2 left = ptx::load_shared_8(chunk + lane % 4 * 8);
+    const float2 right = ptx::load_shared_8(chunk + lane % 4 * 8 + 32);
+    to[0] = left.x, to[1] = left.y, to[2] = right.x, to[3] = right.y;
+  } else {
+    to[0] = ptx::load_shared_4(chunk + lane / 4 * 4);
+    to[1] = ptx::load_shared_4(chunk + lane / 4 * 4 + 32);
+  }
+}
+
+// ---- visibility
+
+// What the elements of a partly visible tile must meet: low <= key - query < high (core/mask.h),
+// keys below key_end, queries below query_end, and a bit tile (negative: none). Left padding has no
+// backward pass.
+struct Visible {
+  const MaskSpec& spec;
+  int low, high, key_end, query_end, bits;
+};
+
+// Bit e is set where the bit tile hides element e of a chunk. Out of line: few tiles have one.
+template <class Layout>
+static __device__ __noinline__ uint32_t bits_hidden(const uint32_t* bits,
+                                                    int block_q,
+                                                    int block_k,
+                                                    int query,
+                                                    int key,
+                                                    int query_end,
+                                                    int key_end) {
+  const int words = (block_k + 31) / 32, first_query = query % block_q, first_key = key % block_k;
+  uint32_t hidden = 0;
+#pragma unroll 1
+  for (int e = 0; e < 8; ++e) {
+    const int i = Layout::query(e), j = first_key + Layout::key(e);
+    if (query + i >= query_end || key + Layout::key(e) >= key_end) continue;
+    if ((bits[(first_query + i) * words + j / 32] >> (j % 32) & 1u) == 0) hidden |= 1u << e;
+  }
+  return hidden;
+}
+
+// Zeroes what is not visible of a chunk that begins at (query, key).
+template <class Layout>
+__device__ __forceinline__ void hide(float (&prob)[8], const Visible& v, int query, int key) {
+  const uint32_t first = static_cast<uint32_t>(key - query - v.low);
+  const uint32_t width = static_cast<uint32_t>(v.high - v.low);
+#pragma unroll
+  for (int e = 0; e < 8; ++e) {
+    if (first + Layout::key(e) - Layout::query(e) >= width) prob[e] = 0;
+  }
+  if (key + 16 > v.key_end || query + 16 > v.query_end) {
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      if (key + Layout::key(e) >= v.key_end || query + Layout::query(e) >= v.query_end) prob[e] = 0;
+    }
+  }
+  if (v.bits < 0 || v.bits >= v.spec.bit_tiles) return;
+  const int words = (v.spec.block_k + 31) / 32;
+  const uint32_t* bits = v.spec.block_bits + int64_t{v.bits} * v.spec.block_q * words;
+  const uint32_t hidden =
+      bits_hidden<Layout>(bits, v.spec.block_q, v.spec.block_k, query, key, v.query_end, v.key_end);
+#pragma unroll
+  for (int e = 0; e < 8; ++e) {
+    if (hidden >> e & 1u) prob[e] = 0;
+  }
+}
+
+// ---- features
+
+// The features of one query head. `distance`: seqlen_k - seqlen_q. Elements at keys from key_end or
+// queries from query_end on are not read of the bias.
+struct HeadFeatures {
+  const AttnParams& p;
+  int batch, head, distance, key_end, query_end;
+};
+
+template <class Layout, class Read>
+__device__ __forceinline__ void read_bias(
+    float (&to)[8], const HeadFeatures& f, int query, int key, const Read& read) {
+  const Bias& bias = f.p.bias;
+  const int64_t base = f.batch * bias.batch + f.head * bias.head;
+#pragma unroll
+  for (int e = 0; e < 8; ++e) {
+    const int i = query + Layout::query(e), j = key + Layout::key(e);
+    const bool inside = i < f.query_end && j < f.key_end;
+    to[e] = inside ? read(base + i * bias.row + j * bias.col) : 0.0f;
+  }
+}
+
+// The bias of a chunk, times `factor`: 0 or -inf from a boolean mask.
+template <class Layout>
+__device__ __forceinline__ void load_bias(
+    float (&to)[8], const HeadFeatures& f, int query, int key, float factor) {
+  const void* ptr = f.p.bias.ptr;
+  if (f.p.bias.boolean) {
+    read_bias<Layout>(to, f, query, key, [=](int64_t at) {
+      return static_cast<const uint8_t*>(ptr)[at] ? 0.0f : -INFINITY;
+    });
+  } else if (f.p.bias.dtype == DType::kBF16) {
+    read_bias<Layout>(to, f, query, key,
+                      [=](int64_t at) { return to_float(static_cast<const bf16*>(ptr)[at]); });
+  } else if (f.p.bias.dtype == DType::kF16) {
+    read_bias<Layout>(to, f, query, key,
+                      [=](int64_t at) { return to_float(static_cast<const f16*>(ptr)[at]); });
+  } else {
+    read_bias<Layout>(to, f, query, key,
+                      [=](int64_t at) { return static_cast<const float*>(ptr)[at]; });
+  }
+#pragma unroll
+  for (int e = 0; e < 8; ++e)
+    to[e] *= factor;
+}
+
+// tanh x = 1 - 2 / (e^2x + 1) of |x|. Absolute error 2^-22.
+__device__ __forceinline__ float tanh_exact(float x) {
+  const float e = ptx::exp2_approx(fabsf(x) * 2.885390082f);  // 2 log2 e
+  return copysignf(fmaf(-2.0f, ptx::reciprocal_approx(e + 1), 1.0f), x);
+}
+
+// Whether the bias can be where the product of Q and K starts from: divided by the scale. Without a
+// scale, or with softcap between the two, it is added afterwards.
+__device__ __forceinline__ bool bias_first(const AttnParams& p) {
+  return p.bias.ptr != nullptr && p.softcap == 0 && p.softmax_scale != 0;
+}
+
+// x, q . k -> the scores of the specification in units of log2; slope: d score / d (scale q . k).
+template <class Layout>
+__device__ __forceinline__ void to_scores(
+    float (&x)[8], float (&slope)[8], const HeadFeatures& f, int query, int key) {
+  const AttnParams& p = f.p;
+  const float scale = static_cast<float>(p.softmax_scale), cap = static_cast<float>(p.softcap);
+#pragma unroll
+  for (int e = 0; e < 8; ++e) {
+    x[e] *= scale;
+    slope[e] = 1;
+  }
+  if (cap > 0) {
+    const float inverse = 1 / cap;
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      const float t = tanh_exact(x[e] * inverse);
+      x[e] = cap * t;
+      slope[e] = 1 - t * t;
+    }
+  }
+  if (p.alibi.slopes != nullptr) {
+    const float alibi = p.alibi.slopes[f.batch * p.alibi.batch + f.head];
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      const int away = query + Layout::query(e) + f.distance - key - Layout::key(e);
+      x[e] -= alibi * static_cast<float>(abs(away));
+    }
+  }
+  if (p.bias.ptr != nullptr && !bias_first(p)) {
+    float bias[8];
+    load_bias<Layout>(bias, f, query, key, 1.0f);
+#pragma unroll
+    for (int e = 0; e < 8; ++e)
+      x[e] += bias[e];
+  }
+#pragma unroll
+  for (int e = 0; e < 8; ++e)
+    x[e] *= kLog2e;
+}
+
+// ---- dropout
+
+// The lanes of Philox for the chunks of 16 queries x 32 keys, or their half, that begin at (query,
+// key): call c is for the columns 2t + c.
+template <class Layout>
+struct DropoutChunk {
+  Philox4 call[2];
+
+  __device__ __forceinline__ void draw(const DropoutMask& mask, int query, int key) {
+#pragma unroll
+    for (int c = 0; c < 2; ++c)
+      call[c] = mask.lanes(query + Layout::query(c), key / 32 * 32 + Layout::key(c));
+  }
+  // Of element e of the first or the second chunk of the 32 keys.
+  __device__ __forceinline__ uint32_t lane(int e, bool second) const {
+    constexpr bool kDown = Layout::kQueries == 4;
+    const int query_half = kDown ? e / 4 : e / 2 % 2, key_half = kDown ? e / 2 % 2 : e / 4;
+    const uint32_t(&word)[4] = call[e % 2].word;
+    const uint32_t pair = second ? word[2 * query_half + 1] : word[2 * query_half];
+    return pair >> (16 * key_half) & 0xffffu;
+  }
+};
+
+static __device__ __noinline__ bool keep_slowly(
+    const AttnParams& p, int batch, int head, int i, int j) {
+  return DropoutMask(p, batch, head).keep(i, j);
+}
+
+// Marks dropped probabilities by their sign (-0 is dropped too). `drawn` is kept from the first to
+// the second chunk of 32 keys. Tiles that begin between multiples of 16 queries or 16 keys, which
+// odd block masks make, ask element by element.
+template <class Layout>
+__device__ __forceinline__ void mark_dropped(float (&prob)[8],
+                                             DropoutChunk<Layout>& drawn,
+                                             bool again,
+                                             const HeadFeatures& f,
+                                             int query,
+                                             int key) {
+  const AttnParams& p = f.p;
+  if (query % 16 != 0 || key % 16 != 0) {
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      const int i = query + Layout::query(e), j = key + Layout::key(e);
+      if (!keep_slowly(p, f.batch, f.head, i, j)) prob[e] = -prob[e];
+    }
+    return;
+  }
+  if (again || key % 32 == 0) drawn.draw(DropoutMask(p, f.batch, f.head), query, key);
+#pragma unroll
+  for (int e = 0; e < 8; ++e) {
+    if (drawn.lane(e, key % 32 != 0) >= p.dropout.keep_below) prob[e] = -prob[e];
+  }
+}
+
+// ---- all of it
+
+// The state of a tile's chunks.
+template <class Layout>
+struct ChunkContext {
+  const HeadFeatures& features;
+  const Visible& visible;
+  bool full;
+  DropoutChunk<Layout> drawn;
+};
+
+// x: q . k of a chunk -> prob, the probabilities that meet V (0 where dropped), and sent, what the
+// score gradient needs: times the slope of the softcap, negative where dropped. lse in units of
+// log2, +inf for rows that see nothing. `first`: no chunk of the same 32 keys came before.
+template <class Layout, Score kScore>
+__device__ __forceinline__ void to_probabilities(float (&prob)[8],
+                                                 float (&sent)[8],
+                                                 const float (&x)[8],
+                                                 const float (&lse)[Layout::kQueries],
+                                                 ChunkContext<Layout>& context,
+                                                 int query,
+                                                 int key,
+                                                 bool first) {
+  const AttnParams& p = context.features.p;
+  if constexpr (kScore == Score::kPlain) {
+    const float scale_log2 = static_cast<float>(p.softmax_scale) * kLog2e;
+#pragma unroll
+    for (int e = 0; e < 8; ++e)
+      prob[e] = ptx::exp2_approx(x[e] * scale_log2 - lse[Layout::query_number(e)]);
+    if (!context.full) hide<Layout>(prob, context.visible, query, key);
+#pragma unroll
+    for (int e = 0; e < 8; ++e)
+      sent[e] = prob[e];
+  } else {
+    float score[8], slope[8];
+#pragma unroll
+    for (int e = 0; e < 8; ++e)
+      score[e] = x[e];
+    to_scores<Layout>(score, slope, context.features, query, key);
+#pragma unroll
+    for (int e = 0; e < 8; ++e)
+      prob[e] = ptx::exp2_approx(score[e] - lse[Layout::query_number(e)]);
+    if (!context.full) hide<Layout>(prob, context.visible, query, key);
+    if (p.dropout.philox != nullptr)
+      mark_dropped(prob, context.drawn, first, context.features, query, key);
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      sent[e] = prob[e] * slope[e];
+      prob[e] = fmaxf(prob[e], 0.0f);
+    }
+  }
+}
+
+// One element of dS from what to_probabilities sent, dP and delta. `scale`: of dropout.
+template <Score kScore>
+__device__ __forceinline__ float score_gradient(float sent, float dp, float delta, float scale) {
+  if constexpr (kScore == Score::kPlain) return sent * (dp - delta);
+  return signbit(sent) ? sent * delta : sent * (dp * scale - delta);
+}
+
+}  // namespace flash_attn
