@@ -132,13 +132,17 @@ struct QTiles {
                int head,
                int key_begin,
                int key_end,
-               int block_m)
+               int block_m,
+               int split = 0,
+               int num_splits = 1)
       : walk(make(p,
                   Mask(p.mask, seq).q_tiles(key_begin, key_end, block_m),
                   batch,
                   head,
                   key_begin,
-                  block_m)) {}
+                  block_m,
+                  split,
+                  num_splits)) {}
 
   FA_HD bool next(QTile& t) { return walk.next(t.m, t.full, t.bits); }
 
@@ -150,10 +154,12 @@ struct QTiles {
                              int batch,
                              int head,
                              int key_begin,
-                             int block_m) {
-    if (p.mask.blocks_t.index == nullptr) return TileWalk(range, 0, 1);
+                             int block_m,
+                             int split,
+                             int num_splits) {
+    if (p.mask.blocks_t.index == nullptr) return TileWalk(range, split, num_splits);
     const BlockLine line = block_line(p.mask.blocks_t, batch, head, key_begin / p.mask.block_k);
-    return TileWalk(range, line, p.mask.block_q / block_m, 0, 1);
+    return TileWalk(range, line, p.mask.block_q / block_m, split, num_splits);
   }
 };
 

@@ -12,6 +12,11 @@ __device__ __forceinline__ void barrier_sync(int id, int threads) {
   asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// barrier.arrive: counts this warp among the `threads` of barrier `id` and goes on.
+__device__ __forceinline__ void barrier_arrive(int id, int threads) {
+  asm volatile("barrier.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 // barrier.red.or.pred: the same, and whether some of them said yes.
 __device__ __forceinline__ bool barrier_any(int id, int threads, bool yes) {
   int any;

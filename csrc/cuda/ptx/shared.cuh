@@ -38,6 +38,13 @@ __device__ __forceinline__ void store_shared_4(uint32_t address, uint32_t value)
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
+// st.shared.v4.b32. `address` is a multiple of 16.
+__device__ __forceinline__ void store_shared_16(uint32_t address, uint4 value) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(value.x),
+               "r"(value.y), "r"(value.z), "r"(value.w)
+               : "memory");
+}
+
 // st.shared.v2.f32. `address` is a multiple of 8.
 __device__ __forceinline__ void store_shared_8(uint32_t address, float x, float y) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");

@@ -1,13 +1,11 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// delta = rowsum(out * dout) - dlse, in fp32: what the backward pass subtracts from dP. Reads out
-// and dout once, so memory bandwidth is its speed.
+// delta = rowsum(out * dout) - dlse, in fp32: what the backward pass subtracts from dP; 0 in rows
+// that saw no key. Reads out and dout once, so memory bandwidth is its speed.
 //
-//   grid   one block takes kRowsPerLane * kThreads / lanes query rows of one (batch, head); the
-//   head is
-//          the fastest part of blockIdx.x, so that blocks side by side read memory side by side
+//   grid   a block takes kRowsPerLane * kThreads / lanes query rows of one (batch, head); the head
+//          is the fastest part of blockIdx.x, so that neighbours read memory side by side
 //   block  `lanes` neighbouring threads (2^n, at most a warp) share a row; every thread keeps the
-//   loads
-//          of kRowsPerLane rows in flight
+//          loads of kRowsPerLane rows in flight
 //   loads  16 bytes a thread where rows are so aligned, else element by element
 #pragma once
 
@@ -42,11 +40,23 @@ struct Packet {
   }
 };
 
-// delta: (batch, heads_q, rows), contiguous, as lse and dlse, which may be null. Packed inputs come
-// as one batch of all rows.
+// What is so unusual that the kernels after this one have slower paths for it.
+struct BackwardFindings {
+  int huge_lse;            // log(l) has fewer digits in some lse than the weights need
+  int empty_row_poisoned;  // dout is not finite in a row that saw no key
+};
+
+// From here on rounding lse costs the weights more than 2^-12.
+constexpr float kHugeLse = 4096;
+
+// delta: (batch, heads_q, rows), contiguous. Packed inputs come as one batch of all rows.
 template <class Element, int kVec>
-__global__ void __launch_bounds__(kDeltaThreads) delta_kernel(
-    const __grid_constant__ AttnParams params, int64_t rows, int row_blocks, int lanes) {
+__global__ void __launch_bounds__(kDeltaThreads)
+    delta_kernel(const __grid_constant__ AttnParams params,
+                 int64_t rows,
+                 int row_blocks,
+                 int lanes,
+                 BackwardFindings* findings) {
   const int head = blockIdx.x % params.heads_q;
   const int batch = blockIdx.x / params.heads_q / row_blocks;
   const int row_block = blockIdx.x / params.heads_q % row_blocks;
@@ -79,11 +89,10 @@ __global__ void __launch_bounds__(kDeltaThreads) delta_kernel(
     }
   }
 
-  const int64_t line = (int64_t(batch) * params.heads_q + head) * rows;
-  float* delta = static_cast<float*>(params.grad.delta) + line;
-  const float* lse = params.lse == nullptr ? nullptr : static_cast<const float*>(params.lse) + line;
-  const float* dlse =
-      params.grad.dlse == nullptr ? nullptr : static_cast<const float*>(params.grad.dlse) + line;
+  const int64_t plane = (int64_t(batch) * params.heads_q + head) * rows;
+  float* delta = static_cast<float*>(params.grad.delta) + plane;
+  const float* lse = static_cast<const float*>(params.lse);
+  const float* dlse = static_cast<const float*>(params.grad.dlse);
 #pragma unroll
   for (int r = 0; r < kDeltaRowsPerLane; ++r) {
     for (int mask = lanes / 2; mask > 0; mask /= 2) {
@@ -91,9 +100,17 @@ __global__ void __launch_bounds__(kDeltaThreads) delta_kernel(
     }
     const int64_t row = first + r * groups;
     if (lane != 0 || row >= rows) continue;
-    // A row that saw nothing has no gradient, whatever that of its infinite lse may be.
-    const bool empty = lse != nullptr && lse[row] == -INFINITY;
-    delta[row] = empty ? 0.0f : dlse != nullptr ? sum[r] - dlse[row] : sum[r];
+    if (findings != nullptr) {
+      const float row_lse = lse[plane + row];
+      if (row_lse == -INFINITY) {
+        if (!isfinite(sum[r])) findings->empty_row_poisoned = 1;
+        sum[r] = 0;
+      } else {
+        if (dlse != nullptr) sum[r] -= dlse[plane + row];
+        if (fabsf(row_lse) > kHugeLse) findings->huge_lse = 1;
+      }
+    }
+    delta[row] = sum[r];
   }
 }
 
@@ -104,7 +121,9 @@ inline bool rows_aligned(const TensorRef& t, int element_bytes) {
 }
 
 template <class Element, int kVec>
-cudaError_t launch_delta_packets(const AttnParams& params, cudaStream_t stream) {
+cudaError_t launch_delta_packets(const AttnParams& params,
+                                 BackwardFindings* findings,
+                                 cudaStream_t stream) {
   const bool packed = params.seq_q.cu_seqlens != nullptr;
   const int64_t rows = packed ? params.seq_q.total : params.seqlen_q;
   const int64_t batches = packed ? 1 : params.batch;
@@ -116,17 +135,24 @@ cudaError_t launch_delta_packets(const AttnParams& params, cudaStream_t stream) 
   const int64_t blocks = batches * params.heads_q * row_blocks;
   if (blocks == 0) return cudaSuccess;
   return launch(delta_kernel<Element, kVec>, blocks, kDeltaThreads, stream, params, rows,
-                static_cast<int>(row_blocks), lanes);
+                static_cast<int>(row_blocks), lanes, findings);
+}
+
+// `findings` (zero before) is null for the sum alone, without lse and dlse.
+template <class Element>
+cudaError_t launch_prepare(const AttnParams& params,
+                           BackwardFindings* findings,
+                           cudaStream_t stream) {
+  constexpr int kVec = 16 / sizeof(Element);
+  const bool vector = params.head_dim_v % kVec == 0 && rows_aligned(params.out, sizeof(Element)) &&
+                      rows_aligned(params.grad.dout, sizeof(Element));
+  return vector ? launch_delta_packets<Element, kVec>(params, findings, stream)
+                : launch_delta_packets<Element, 1>(params, findings, stream);
 }
 
 template <class Element>
 int launch_delta(const AttnParams& params, const Plan&, void*, void* stream) {
-  constexpr int kVec = 16 / sizeof(Element);
-  const bool vector = params.head_dim_v % kVec == 0 && rows_aligned(params.out, sizeof(Element)) &&
-                      rows_aligned(params.grad.dout, sizeof(Element));
-  cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
-  return vector ? launch_delta_packets<Element, kVec>(params, cuda_stream)
-                : launch_delta_packets<Element, 1>(params, cuda_stream);
+  return launch_prepare<Element>(params, nullptr, static_cast<cudaStream_t>(stream));
 }
 
 template <class Element>

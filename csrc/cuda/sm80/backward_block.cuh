@@ -1,0 +1,686 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// What one block of the backward kernel does: dK and dV of its keys, and its part of dQ.
+//
+// A block owns kBlockN keys of one key head and goes through the query heads that read it and
+// through their query tiles; dK and dV stay in registers, so grouped heads cost nothing. Its warps
+// have two roles, and each scheduler warps of both:
+//
+//          role 0                                role 1
+//   1      wait for Q and dO; all threads past the last tile
+//   2                                            dQ of the last tile += dS K
+//   3      S^T = K Q^T, next Q on its way        dP^T = V dO^T, next dO on its way
+//   4      P^T = exp2(S^T scale - lse)  ------>  dS^T = P^T (dP^T - delta)  ---> dS for 2
+//   5      dV += P^T dO                          dK += dS^T Q
+//   6      which tile comes after the next
+//
+// With keys on the M side, P^T and dS^T leave the registers only to meet the other role: P^T goes
+// through the place of dS^T, thread for thread. Where two warps share their keys' columns of dV
+// and dK (kDimWarps), they read each other's P^T and dS^T from there too. dQ is added to an fp32
+// accumulator in global memory (support/backward_finish.cuh), whose rows hold each 16 columns in
+// the order of the accumulator registers. With one buffer of each (kStages), dQ has a barrier of
+// its own and belongs to the same tile.
+#pragma once
+
+#include "core/mask.h"
+#include "core/tiles.h"
+#include "cuda/ptx/barrier.cuh"
+#include "cuda/ptx/reduce.cuh"
+#include "cuda/sm80/backward_products.cuh"
+#include "cuda/sm80/backward_scores.cuh"
+#include "cuda/sm80/backward_tile.h"
+#include "cuda/support/backward_finish.cuh"
+#include "cuda/support/backward_prepare.cuh"
+#include "cuda/tile/load_rows.cuh"
+#include "cuda/tile/store_rows.cuh"
+
+namespace flash_attn::sm80 {
+
+// What the launcher adds to the problem.
+struct BackwardGrid {
+  float* dq_accum;  // (rows of lse, dq_columns), zero before; null when dq is not wanted here
+  int dq_columns;   // head_dim, rounded up to 16
+  uint32_t slots;   // of the key side (core/slots.h)
+  int block_m, block_n;
+  // What the prepare kernel found (support/backward_prepare.cuh), and what stands for lse if it
+  // found a huge one: {m, 1 / l}, in the layout of lse; m is +inf where a row saw nothing.
+  const BackwardFindings* findings;
+  const float2* rows;
+  // Slices of the query tiles, when the keys alone make too few blocks: each writes its sum to
+  // (splits, rows of keys, columns), laid out as dq_accum is. A row is (batch, row, head_k).
+  int splits;
+  float *dk_partial, *dv_partial;
+};
+
+// A tile of the walk: queries [begin, end) of a query head; no more tiles when head is -1. Offsets
+// of its first row: elements of q and dout, and rows of lse.
+struct __align__(16) QueryStep {
+  int head, begin, end;
+  int bits;  // bit tile, or kNoBits or kFull
+  int64_t q, dout, line;
+
+  static constexpr int kNoBits = -1, kFull = -2;
+};
+
+// What a block knows of its problem, in shared memory since registers are short. The walk is one
+// thread's; it runs two tiles ahead.
+template <class Element>
+struct BackwardState {
+  QueryStep steps[4];  // of tile t: steps[t % 4]
+  SeqInfo seq;
+  Mask mask;
+  int batch, head_k, key_begin, key_end;
+  int split;
+  bool q_whole, dout_whole;  // rows are aligned (copies_whole_chunks)
+  bool huge, poison;         // BackwardFindings
+  int head, head_end;        // query heads still to come: [head, head_end)
+  int64_t q, dout, line;     // of query 0 of `head`, as in QueryStep
+  QTiles tiles;              // of `head`
+
+  __device__ __forceinline__ BackwardState(const AttnParams& p,
+                                           const BackwardGrid& grid,
+                                           const SeqInfo& s,
+                                           int b,
+                                           int head_,
+                                           int key,
+                                           int split_)
+      : seq(s),
+        mask(p.mask, s),
+        batch(b),
+        head_k(head_),
+        key_begin(key),
+        key_end(min(key + grid.block_n, s.k_len)),
+        split(split_),
+        q_whole(copies_whole_chunks<Element>(p.q)),
+        dout_whole(copies_whole_chunks<Element>(p.grad.dout)),
+        huge(grid.findings->huge_lse != 0),
+        poison(grid.findings->empty_row_poisoned != 0),
+        head(head_ * p.group_size()),
+        head_end(head + p.group_size()),
+        tiles(begin_head(p, grid)) {}
+
+  __device__ __forceinline__ QTiles begin_head(const AttnParams& p, const BackwardGrid& grid) {
+    q = seq.q_offset(p.q, 0, head);
+    dout = seq.q_offset(p.grad.dout, 0, head);
+    line = seq.lse_offset(p, head, 0);
+    return QTiles(p, seq, batch, head, key_begin, key_end, grid.block_m, split, grid.splits);
+  }
+
+  // Into steps[to]. A tile of block_m x block_n is as large as the kernel's own.
+  __device__ __forceinline__ void advance(
+      const AttnParams& p, const BackwardGrid& grid, int to, int block_m, int block_n) {
+    QTile t;
+    while (!tiles.next(t)) {
+      if (++head >= head_end) {
+        head = head_end;
+        steps[to].head = -1;
+        return;
+      }
+      tiles = begin_head(p, grid);
+    }
+    const int begin = t.m * grid.block_m, end = min(begin + grid.block_m, seq.q_len);
+    const bool full = t.full && end - begin == block_m && key_end - key_begin == block_n;
+    steps[to] = {head,
+                 begin,
+                 end,
+                 full ? QueryStep::kFull : t.bits,
+                 q + begin * p.q.row,
+                 dout + begin * p.grad.dout.row,
+                 line + begin};
+  }
+};
+
+template <class Element, class Tile>
+struct BackwardBlock {
+  using T = Tile;
+  static constexpr Score kScore = Tile::kScore;
+  const AttnParams& p;
+  const BackwardGrid& grid;
+  BackwardState<Element>& state;
+  uint32_t smem;
+  uint32_t warp, key_warp, dim_warp;  // key_warp, dim_warp: inside the role
+  float stat;                         // of the tile on its way: lse or delta of one query
+
+  __device__ BackwardBlock(const AttnParams& params,
+                           const BackwardGrid& g,
+                           BackwardState<Element>& s,
+                           uint32_t smem_)
+      : p(params), grid(g), state(s), smem(smem_), warp(threadIdx.x / 32) {
+    const uint32_t in_role = warp % T::kRoleWarps;
+    key_warp = in_role % T::kKeyWarps;
+    dim_warp = in_role / T::kKeyWarps;
+  }
+
+  __device__ __forceinline__ void advance(int to) const {
+    state.advance(p, grid, to % 4, T::kBlockM, T::kBlockN);
+  }
+
+  __device__ __forceinline__ void barrier_all() const { ptx::barrier_sync(0, T::kThreads); }
+
+  // ---- loads
+
+  template <int kRows, int kDim>
+  __device__ __forceinline__ static void load(
+      uint32_t to, const TensorRef& t, int64_t offset, int live, int dim, bool whole) {
+    load_rows<kRows, kDim, T::kThreads>(to, static_cast<const Element*>(t.ptr) + offset, t.row,
+                                        live, dim, whole);
+  }
+
+  // The keys of a block, which its state need not know yet.
+  __device__ __forceinline__ void load_keys(const SeqInfo& seq, int head_k, int key) const {
+    const int live = min(grid.block_n, seq.k_len - key);
+    const int64_t k = seq.k_offset(p.k, key, head_k), v = seq.k_offset(p.v, key, head_k);
+    load<T::kBlockN, T::kHeadDim>(smem, p.k, k, live, p.head_dim,
+                                  copies_whole_chunks<Element>(p.k));
+    load<T::kBlockN, T::kHeadDimV>(smem + T::kKBytes, p.v, v, live, p.head_dim_v,
+                                   copies_whole_chunks<Element>(p.v));
+    ptx::copy_async_commit();
+  }
+
+  // Q and dO on their way to buffer `stage`, by all threads.
+  __device__ __forceinline__ void load_queries(const QueryStep& step, int stage) const {
+    const int live = step.end - step.begin;
+    load<T::kBlockM, T::kHeadDim>(smem + T::kQ + stage * T::kQBytes, p.q, step.q, live, p.head_dim,
+                                  state.q_whole);
+    load<T::kBlockM, T::kHeadDimV>(smem + T::kDout + stage * T::kDoutBytes, p.grad.dout, step.dout,
+                                   live, p.head_dim_v, state.dout_whole);
+    ptx::copy_async_commit();
+  }
+
+  // lse and delta of a tile, one number a thread.
+  __device__ __forceinline__ void load_stats(const QueryStep& step) {
+    const uint32_t thread = here(threadIdx.x);
+    const int row = static_cast<int>(thread % T::kBlockM);
+    const bool is_lse = thread < T::kBlockM;
+    stat = is_lse ? -INFINITY : 0.0f;
+    if (thread >= 2 * T::kBlockM || row >= step.end - step.begin) return;
+    const float* from = static_cast<const float*>(is_lse ? p.lse : p.grad.delta);
+    stat = from[step.line + row];
+    if (is_lse && state.huge) stat = grid.rows[step.line + row].x;
+  }
+
+  // What a role loads of the next tile: role 0 Q, role 1 dO.
+  template <int kRole>
+  using Pieces =
+      RowPieces<T::kBlockM, kRole == 0 ? T::kHeadDim : T::kHeadDimV, T::kRoleWarps * 32, Element>;
+  template <int kRole>
+  __device__ __forceinline__ Pieces<kRole> next_rows(int t) const {
+    const QueryStep& next = state.steps[(t + 1) % 4];
+    const int stage = (t + 1) % T::kStages;
+    const bool whole = kRole == 0 ? state.q_whole : state.dout_whole;
+    const bool wanted = T::kStages == 2 && next.head >= 0 && whole;
+    const int live = next.end - next.begin;
+    if constexpr (kRole == 0) {
+      const Element* from = static_cast<const Element*>(p.q.ptr) + next.q;
+      return {smem + T::kQ + stage * T::kQBytes, from, p.q.row, live, p.head_dim, wanted};
+    } else {
+      const Element* from = static_cast<const Element*>(p.grad.dout.ptr) + next.dout;
+      return {smem + T::kDout + stage * T::kDoutBytes,
+              from,
+              p.grad.dout.row,
+              live,
+              p.head_dim_v,
+              wanted};
+    }
+  }
+  // The rest of the next tile, after the pieces of its rows.
+  template <int kRole>
+  __device__ __forceinline__ void finish_next(int t) {
+    if constexpr (T::kStages == 1) return;
+    const QueryStep& next = state.steps[(t + 1) % 4];
+    const int stage = (t + 1) % T::kStages, live = next.end - next.begin;
+    if (next.head >= 0) {
+      load_stats(next);
+      if (kRole == 0 && !state.q_whole) {
+        load_rows_slowly<T::kBlockM, T::kHeadDim, T::kRoleWarps * 32>(
+            smem + T::kQ + stage * T::kQBytes, static_cast<const Element*>(p.q.ptr) + next.q,
+            p.q.row, live, p.head_dim);
+      }
+      if (kRole == 1 && !state.dout_whole) {
+        load_rows_slowly<T::kBlockM, T::kHeadDimV, T::kRoleWarps * 32>(
+            smem + T::kDout + stage * T::kDoutBytes,
+            static_cast<const Element*>(p.grad.dout.ptr) + next.dout, p.grad.dout.row, live,
+            p.head_dim_v);
+      }
+    }
+    ptx::copy_async_commit();
+  }
+
+  __device__ __forceinline__ uint32_t stats(int stage) const {
+    return smem + T::kStats + stage * 2 * T::kStatBytes;
+  }
+  // In units of log2; +inf for a row that saw no key, so that exp2(s - inf) = 0 everywhere.
+  __device__ __forceinline__ void store_stats(int stage) const {
+    const uint32_t thread = here(threadIdx.x);
+    if (thread >= 2 * T::kBlockM) return;
+    float x = stat;
+    if (thread < T::kBlockM) x = x == -INFINITY ? INFINITY : state.huge ? x : x * kLog2e;
+    ptx::store_shared_4(stats(stage) + thread * 4, __float_as_uint(x));
+  }
+
+  // Rows that saw nothing have no gradient, whatever dout holds there: their dO becomes 0.
+  __device__ __forceinline__ void remove_poison(int stage) const {
+    if (!state.poison) return;
+    constexpr int kChunks = T::kHeadDimV / kChunk;
+    for (int at = static_cast<int>(here(threadIdx.x)); at < T::kBlockM * kChunks;
+         at += T::kThreads) {
+      const int row = at / kChunks;
+      if (ptx::load_shared_4(stats(stage) + row * 4) != INFINITY) continue;
+      ptx::store_shared_16(
+          smem + T::kDout + stage * T::kDoutBytes + tile_offset<T::kBlockM>(row, at % kChunks),
+          {0, 0, 0, 0});
+    }
+    barrier_all();
+  }
+
+  __device__ __forceinline__ uint32_t ds_tile(int t) const {
+    return smem + T::kDs + t % T::kStages * T::kPanelBytes;
+  }
+
+  // ---- the steps of one tile
+
+  // Barriers of the warps that share keys; 0 is everybody's.
+  static constexpr int kGroupThreads = 64 * T::kDimWarps;
+  __device__ __forceinline__ int group_barrier(int sub) const {
+    return 1 + key_warp * T::kSubSteps + sub;
+  }
+  __device__ __forceinline__ int role_barrier() const {
+    return 1 + T::kKeyWarps * T::kSubSteps + key_warp;
+  }
+
+  __device__ __forceinline__ int first_query(int sub) const {
+    return (sub * T::kDimWarps + dim_warp) * T::kSubQueries;
+  }
+
+  // Where this warp's rows of a (kBlockN, queries) tile begin, at column `query`.
+  __device__ __forceinline__ uint32_t own_rows(uint32_t tile, int query) const {
+    return operand_at<0>(here(tile) + key_warp * T::kWarpKeys * 128, query / 16);
+  }
+
+  using Scores = float[T::kRowBlocks][T::kSubQueries / 8][4];
+  using Operands = uint32_t[T::kSubQueries / 16][T::kRowBlocks][4];
+
+  // S^T or dP^T of this warp's keys and the queries from `query` on, added to c.
+  template <int kDim, class Each>
+  __device__ __forceinline__ void add_scores(
+      Scores& c, uint32_t keys, uint32_t queries, int query, const Each& each) const {
+    multiply_rows<Element, kDim, T::kBlockN, T::kBlockM>(
+        c, rows_operand(here(keys) + key_warp * T::kWarpKeys * 128),
+        columns_operand(here(queries) + query * 128), each);
+  }
+
+  // dV += P^T dO or dK += dS^T Q over the queries of a substep, whose A operands are in registers
+  // or, where warps share them, in `tile`.
+  template <int kColumnBlocks>
+  __device__ __forceinline__ void accumulate(float (&c)[T::kRowBlocks][kColumnBlocks][4],
+                                             const Operands& own,
+                                             uint32_t tile,
+                                             uint32_t rows,
+                                             int sub) const {
+    constexpr int kAll = T::kDimWarps * T::kSubQueries / 16;
+    const int query = sub * 16 * kAll;
+    const uint32_t b = operand_at<T::kBlockM>(rows_operand(here(rows) + query * 128), dim_warp);
+#pragma unroll
+    for (int n = 0; n < kAll; ++n) {
+      if constexpr (T::kShareProbabilities) {
+        uint32_t a[T::kRowBlocks][4];
+        const uint32_t at = rows_operand(own_rows(tile, query));
+#pragma unroll
+        for (int r = 0; r < T::kRowBlocks; ++r)
+          ptx::load_matrix_x4(a[r], operand_at<0>(at, n) + r * kRowBlockBytes);
+        multiply_add_step<Element, T::kBlockM, T::kDimWarps>(c, a, b + n * kRowBlockBytes);
+      } else {
+        multiply_add_step<Element, T::kBlockM, T::kDimWarps>(c, own[n], b + n * kRowBlockBytes);
+      }
+    }
+  }
+
+  // What role 1 reads: P^T, in the general kernels changed as to_probabilities says, from where
+  // dS^T will be or, where warps of role 0 need P^T as well, beside it.
+  __device__ __forceinline__ uint32_t sent_tile(int t) const {
+    if constexpr (T::kShareProbabilities) {
+      return smem + T::kP + (T::kTilesOfP - 1) * T::kPanelBytes;
+    } else {
+      return ds_tile(t);
+    }
+  }
+
+  // Role 0: dV of tile t.
+  template <int kColumnBlocks>
+  __device__ __forceinline__ void value_step(float (&dv)[T::kRowBlocks][kColumnBlocks][4], int t) {
+    const int stage = t % T::kStages;
+    Pieces<0> next = next_rows<0>(t);
+    constexpr int kEach = Pieces<0>::kPieces / T::kSubSteps;
+    static_assert(kEach <= T::kHeadDim / 16 && kEach % Pieces<0>::kPanels == 0);
+#pragma unroll 1
+    for (int sub = 0; sub < T::kSubSteps; ++sub) {
+      const QueryStep& step = state.steps[t % 4];
+      const ScoreTile tile = score_tile(step, first_query(sub));
+      const bool full = step.bits == QueryStep::kFull;
+      HiddenBits<T::kRowBlocks, T::kSubQueries / 8> hidden;
+      const bool some_bits = !full && hidden.find(tile, step.bits);
+      Scores s;
+      zero(s);
+      if (kScore == Score::kGeneral && bias_first(tile))
+        add_bias(s, tile, static_cast<float>(1 / p.softmax_scale));
+      add_scores<T::kHeadDim>(s, smem, smem + T::kQ + stage * T::kQBytes, first_query(sub),
+                              [&](int k) {
+                                if (T::kStages == 2 && k < kEach) next.issue(k);
+                              });
+      next.skip(kEach);
+      float2 lse[T::kSubQueries / 8];
+      load_statistics(lse, stats(stage) + first_query(sub) * 4);
+      uint32_t slopes[T::kRowBlocks][T::kSubQueries / 8][2];
+      float factor = static_cast<float>(p.softmax_scale);
+      if constexpr (kScore == Score::kGeneral) factor = to_scores(s, slopes, tile);
+      if (tile.rows == nullptr) {
+        to_probabilities(s, lse, factor);
+      } else {
+        to_huge_probabilities(s, lse, tile, factor);
+      }
+      if (!full) hide(s, tile);
+      if (some_bits) hidden.apply(s);
+      if (kScore == Score::kGeneral && p.dropout.philox != nullptr) mark_dropped(s, tile);
+      Operands a;
+      send(a, s, slopes, t, first_query(sub));
+      if constexpr (T::kShareProbabilities) {
+        ptx::barrier_sync(group_barrier(sub), kGroupThreads);
+      } else {
+        ptx::barrier_arrive(group_barrier(sub), kGroupThreads);
+      }
+      if (sub + 1 == T::kSubSteps) finish_next<0>(t);
+      if (p.grad.dv.ptr != nullptr) {
+        accumulate(dv, a, smem + T::kP, smem + T::kDout + stage * T::kDoutBytes, sub);
+      }
+    }
+  }
+
+  __device__ __forceinline__ ScoreTile score_tile(const QueryStep& step, int query) const {
+    const float2* rows = state.huge ? grid.rows + step.line - step.begin : nullptr;
+    return {p,
+            state.batch,
+            step.head,
+            step.begin + query,
+            state.key_begin + static_cast<int>(key_warp) * T::kWarpKeys,
+            step.end,
+            state.key_end,
+            state.mask.low,
+            state.mask.high,
+            state.seq.k_len - state.seq.q_len,
+            rows};
+  }
+
+  __device__ __forceinline__ static void load_statistics(float2 (&to)[T::kSubQueries / 8],
+                                                         uint32_t from) {
+#pragma unroll
+    for (int n = 0; n < T::kSubQueries / 8; ++n)
+      to[n] = ptx::load_shared_8(from + n * 32 + threadIdx.x % 4 * 8);
+  }
+
+  // P^T as A operands, and to role 1: times the slopes of the softcap, negative where dropped.
+  __device__ __forceinline__ void send(
+      Operands& a,
+      Scores& prob,
+      const uint32_t (&slopes)[T::kRowBlocks][T::kSubQueries / 8][2],
+      int t,
+      int query) const {
+    const uint32_t sent_rows = own_rows(sent_tile(t), query);
+    if constexpr (kScore == Score::kGeneral) {
+      Operands sent;
+      const bool capped = p.softcap > 0;
+#pragma unroll
+      for (int n = 0; n < T::kSubQueries / 16; ++n) {
+#pragma unroll
+        for (int r = 0; r < T::kRowBlocks; ++r) {
+#pragma unroll
+          for (int pair = 0; pair < 4; ++pair) {
+            float* x = &prob[r][2 * n + pair / 2][pair % 2 * 2];
+            float2 slope = {1, 1};
+            if (capped) slope = unpack_pair(f16(), slopes[r][2 * n + pair / 2][pair % 2]);
+            sent[n][r][pair] = pack_pair(Element(), x[0] * slope.x, x[1] * slope.y);
+            // Dropped ones do not meet V.
+            a[n][r][pair] = pack_pair(Element(), fmaxf(x[0], 0.0f), fmaxf(x[1], 0.0f));
+          }
+        }
+      }
+      store_operands(sent_rows, sent);
+      if constexpr (T::kTilesOfP == 2) store_operands(own_rows(smem + T::kP, query), a);
+    } else {
+#pragma unroll
+      for (int n = 0; n < T::kSubQueries / 16; ++n) {
+#pragma unroll
+        for (int r = 0; r < T::kRowBlocks; ++r)
+          to_operand<Element>(a[n][r], prob[r][2 * n], prob[r][2 * n + 1]);
+      }
+      store_operands(sent_rows, a);
+    }
+  }
+
+  __device__ __forceinline__ static void store_operands(uint32_t rows, const Operands& a) {
+#pragma unroll
+    for (int n = 0; n < T::kSubQueries / 16; ++n) {
+#pragma unroll
+      for (int r = 0; r < T::kRowBlocks; ++r)
+        store_operand(rows + r * kRowBlockBytes, n, a[n][r]);
+    }
+  }
+
+  // Role 1: dK of tile t, and its dS^T for dQ.
+  template <int kColumnBlocks>
+  __device__ __forceinline__ void key_step(float (&dk)[T::kRowBlocks][kColumnBlocks][4], int t) {
+    const int stage = t % T::kStages;
+    Pieces<1> next = next_rows<1>(t);
+    constexpr int kEach = Pieces<1>::kPieces / T::kSubSteps;
+    static_assert(kEach <= T::kHeadDimV / 16 && kEach % Pieces<1>::kPanels == 0);
+#pragma unroll 1
+    for (int sub = 0; sub < T::kSubSteps; ++sub) {
+      Scores dp;
+      zero(dp);
+      add_scores<T::kHeadDimV>(dp, smem + T::kKBytes, smem + T::kDout + stage * T::kDoutBytes,
+                               first_query(sub), [&](int k) {
+                                 if (T::kStages == 2 && k < kEach) next.issue(k);
+                               });
+      next.skip(kEach);
+      if (sub + 1 == T::kSubSteps) finish_next<1>(t);
+      Operands sent, a;
+      receive(sent, t, sub);
+      make_score_gradient(a, sent, dp, t, first_query(sub));
+      store_operands(own_rows(ds_tile(t), first_query(sub)), a);
+      if constexpr (T::kShareProbabilities) {
+        ptx::barrier_sync(role_barrier(), kGroupThreads / 2);
+      }
+      if (p.grad.dk.ptr != nullptr) {
+        accumulate(dk, a, ds_tile(t), smem + T::kQ + stage * T::kQBytes, sub);
+      }
+    }
+  }
+
+  // P^T of a substep, from role 0.
+  __device__ __forceinline__ void receive(Operands& sent, int t, int sub) const {
+    ptx::barrier_sync(group_barrier(sub), kGroupThreads);
+    const uint32_t rows = rows_operand(own_rows(sent_tile(t), first_query(sub)));
+#pragma unroll
+    for (int n = 0; n < T::kSubQueries / 16; ++n) {
+#pragma unroll
+      for (int r = 0; r < T::kRowBlocks; ++r)
+        ptx::load_matrix_x4(sent[n][r], operand_at<0>(rows, n) + r * kRowBlockBytes);
+    }
+  }
+
+  // dS^T = P^T (dP^T - delta) as A operands. On a tile that hides something, what has no weight has
+  // no gradient, were dP infinite.
+  __device__ __forceinline__ void make_score_gradient(
+      Operands& ds, const Operands& sent, Scores& dp, int t, int query) const {
+    const float scale = static_cast<float>(p.dropout.scale);
+    float2 delta[T::kSubQueries / 8];
+    load_statistics(delta, stats(t % T::kStages) + T::kStatBytes + query * 4);
+    if ((kScore == Score::kGeneral && p.bias.ptr != nullptr) ||
+        state.steps[t % 4].bits != QueryStep::kFull) {
+#pragma unroll
+      for (int e = 0; e < T::kRowBlocks * T::kSubQueries / 8 * 2; ++e) {
+        const int r = e / 2 / (T::kSubQueries / 8), n = e / 2 % (T::kSubQueries / 8);
+        const uint32_t pair = sent[n / 2][r][n % 2 * 2 + e % 2];
+        if ((pair & 0x7fffu) == 0) dp[r][n][e % 2 * 2] = 0;
+        if ((pair & 0x7fff0000u) == 0) dp[r][n][e % 2 * 2 + 1] = 0;
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < T::kSubQueries / 8; ++n) {
+#pragma unroll
+      for (int r = 0; r < T::kRowBlocks; ++r) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float2 prob = unpack_pair(Element(), sent[n / 2][r][n % 2 * 2 + half]);
+          const float* x = &dp[r][n][2 * half];
+          ds[n / 2][r][n % 2 * 2 + half] =
+              pack_pair(Element(), score_gradient<kScore>(prob.x, x[0], delta[n].x, scale),
+                        score_gradient<kScore>(prob.y, x[1], delta[n].y, scale));
+        }
+      }
+    }
+  }
+
+  // Role 1: dQ of a tile whose dS^T is complete.
+  __device__ __forceinline__ void query_step(int t) const {
+    if (t < 0 || grid.dq_accum == nullptr) return;
+    constexpr int kRows = T::kDqRows, kColumnWarps = T::kDqColumnWarps, kPairs = T::kDqPairs;
+    const QueryStep& step = state.steps[t % 4];
+    const uint32_t thread = here(threadIdx.x), lane = thread % 32;
+    const uint32_t own = thread / 32 % T::kRoleWarps, column = own % kColumnWarps;
+    const int query = own / kColumnWarps * kRows, row = query + lane / 4;
+    const int live = step.end - step.begin - row;
+    float* to = grid.dq_accum + (step.line + row) * grid.dq_columns + column * 16 + lane % 4 * 4;
+#pragma unroll 1
+    for (int pass = 0; pass < T::kDqPasses; ++pass) {
+      float dq[kRows / 16][2 * kPairs][4] = {};
+      const int first = pass * kPairs * kColumnWarps;  // 16 columns
+      multiply_keys<Element, T::kBlockN, kColumnWarps>(
+          dq, operand_at<0>(columns_operand(here(ds_tile(t))), query / 16),
+          operand_at<T::kBlockN>(rows_operand(here(smem)), first + column));
+#pragma unroll
+      for (int n = 0; n < kPairs; ++n) {
+        const int at = first + n * kColumnWarps;
+        if ((at + static_cast<int>(column)) * 16 >= grid.dq_columns) break;
+#pragma unroll
+        for (int r = 0; r < kRows / 8; ++r) {
+          const float(&left)[4] = dq[r / 2][2 * n], (&right)[4] = dq[r / 2][2 * n + 1];
+          const int half = r % 2 * 2;
+          if (8 * r < live) {
+            ptx::add_global_4(to + 8 * r * grid.dq_columns + at * 16, left[half], left[half + 1],
+                              right[half], right[half + 1]);
+          }
+        }
+      }
+    }
+  }
+
+  // ---- all tiles, in one role
+
+  template <int kRole>
+  __device__ __forceinline__ void run() {
+    constexpr int kDim = kRole == 0 ? T::kHeadDimV : T::kHeadDim;
+    float acc[T::kRowBlocks][kDim / T::kDimWarps / 8][4] = {};
+    if (state.steps[0].head >= 0) {
+      load_queries(state.steps[0], 0);
+      load_stats(state.steps[0]);
+    }
+    int t = 0;
+    for (; state.steps[t % 4].head >= 0; ++t) {
+      store_stats(t % T::kStages);
+      ptx::copy_async_wait<0>();
+      barrier_all();
+      remove_poison(t % T::kStages);
+      if constexpr (kRole == 0) {
+        value_step(acc, t);
+        if (threadIdx.x == 0) advance(t + 2);
+      } else {
+        if (T::kStages == 2) query_step(t - 1);
+        key_step(acc, t);
+      }
+      if constexpr (T::kStages == 1) {
+        barrier_all();
+        const QueryStep& next = state.steps[(t + 1) % 4];
+        if (next.head >= 0) {
+          load_queries(next, 0);
+          load_stats(next);
+        }
+        if (kRole == 1) query_step(t);
+      }
+    }
+    ptx::copy_async_wait<0>();
+    barrier_all();
+    if constexpr (T::kStages == 2) {
+      if (kRole == 1) query_step(t - 1);
+      barrier_all();
+    }
+    write<kRole>(acc);
+  }
+
+  // dV or dK, through the place of V or K.
+  template <int kRole, int kColumnBlocks>
+  __device__ __forceinline__ void write(const float (&acc)[T::kRowBlocks][kColumnBlocks][4]) const {
+    constexpr int kDim = kRole == 0 ? T::kHeadDimV : T::kHeadDim;
+    const TensorRef& t = kRole == 0 ? p.grad.dv : p.grad.dk;
+    const int dim = kRole == 0 ? p.head_dim_v : p.head_dim;
+    if (t.ptr == nullptr) return;
+    const float factor =
+        kRole == 0 ? static_cast<float>(p.dropout.scale) : static_cast<float>(p.softmax_scale);
+    if (grid.splits > 1) {
+      write_partial<kRole>(acc);
+      return;
+    }
+    const uint32_t tile = smem + (kRole == 0 ? T::kKBytes : 0);
+#pragma unroll
+    for (int r = 0; r < T::kRowBlocks; ++r) {
+#pragma unroll
+      for (int n = 0; n < kColumnBlocks / 2; ++n) {
+        float pair[2][4];
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          pair[0][c] = acc[r][2 * n][c] * factor;
+          pair[1][c] = acc[r][2 * n + 1][c] * factor;
+        }
+        uint32_t a[4];
+        to_operand<Element>(a, pair[0], pair[1]);
+        const int column = n * T::kDimWarps + dim_warp;
+        store_operand(
+            tile + column / 4 * T::kBlockN * 128 + (key_warp * T::kWarpKeys + 16 * r) * 128,
+            column % 4, a);
+      }
+    }
+    // Warps of this role have written all of the tile's rows.
+    ptx::barrier_sync(1 + kRole, T::kRoleWarps * 32);
+    store_tile_rows<T::kBlockN, T::kBlockN, kDim, T::kRoleWarps * 32>(
+        tile, static_cast<Element*>(t.ptr) + state.seq.k_offset(t, state.key_begin, state.head_k),
+        t.row, state.key_end - state.key_begin, dim, copies_whole_chunks<Element>(t));
+  }
+
+  // The sum of one slice of the query tiles.
+  template <int kRole, int kColumnBlocks>
+  __device__ __forceinline__ void write_partial(
+      const float (&acc)[T::kRowBlocks][kColumnBlocks][4]) const {
+    const int columns = round_up(kRole == 0 ? p.head_dim_v : p.head_dim, 16);
+    float* partial = kRole == 0 ? grid.dv_partial : grid.dk_partial;
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int r = 0; r < T::kRowBlocks; ++r) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int key = state.key_begin + key_warp * T::kWarpKeys + 16 * r + 8 * half + lane / 4;
+        if (key >= state.key_end) continue;
+        const int64_t row = state.split * key_rows(p) + key_row(p, state.seq, state.head_k, key);
+        float* to = partial + row * columns + lane % 4 * 4;
+#pragma unroll
+        for (int n = 0; n < kColumnBlocks / 2; ++n) {
+          const int column = (n * T::kDimWarps + dim_warp) * 16;
+          const float(&left)[4] = acc[r][2 * n], (&right)[4] = acc[r][2 * n + 1];
+          if (column < columns) {
+            *reinterpret_cast<float4*>(to + column) = {left[2 * half], left[2 * half + 1],
+                                                       right[2 * half], right[2 * half + 1]};
+          }
+        }
+      }
+    }
+  }
+};
+
+}  // namespace flash_attn::sm80

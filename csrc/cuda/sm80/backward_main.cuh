@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// dK, dV and the sum of dQ in 16 bits (backward_block.cuh), and dq from that sum, or dk and dv where
+// the query tiles were split (support/backward_finish.cuh).
+#pragma once
+
+#include <new>
+
+#include "core/slots.h"
+#include "cuda/launch.h"
+#include "cuda/sm80/backward_block.cuh"
+#include "cuda/tile/store.cuh"
+#include "plan/plan.h"
+
+namespace flash_attn::sm80 {
+
+// Which keys of which sequence a slot is; by 32-bit division when not packed.
+__device__ __forceinline__ TileSlot key_slot(const AttnParams& p,
+                                             const BackwardGrid& grid,
+                                             uint32_t slot) {
+  if (p.seq_k.cu_seqlens == nullptr) {
+    const uint32_t tiles = grid.slots / static_cast<uint32_t>(p.batch);
+    return {static_cast<int>(slot / tiles), static_cast<int>(slot % tiles)};
+  }
+  return find_slot(p.seq_k, p.batch, p.seqlen_k, 1, grid.block_n, slot);
+}
+
+template <class Element, class Tile>
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
+    backward_kernel(const __grid_constant__ AttnParams p,
+                    const __grid_constant__ BackwardGrid grid) {
+  extern __shared__ __align__(1024) uint8_t smem[];
+  const uint32_t split = blockIdx.x % grid.splits, block_index = blockIdx.x / grid.splits;
+  const TileSlot slot = key_slot(p, grid, block_index % grid.slots);
+  const int head_k = static_cast<int>(block_index / grid.slots);
+  const SeqInfo seq(p, slot.batch);
+  const int64_t begin = int64_t{slot.tile} * grid.block_n;
+  if (begin < 0 || begin >= seq.k_len) return;
+  const int key = static_cast<int>(begin);
+  using State = BackwardState<Element>;
+  static_assert(sizeof(State) <= Tile::kStateBytes);
+  State& state = *reinterpret_cast<State*>(smem + Tile::kState);
+  BackwardBlock<Element, Tile> block(p, grid, state, smem_address(smem));
+  block.load_keys(seq, head_k, key);
+  if (threadIdx.x == 0) {
+    new (&state) State(p, grid, seq, slot.batch, head_k, key, static_cast<int>(split));
+    block.advance(0);
+    block.advance(1);
+  }
+  block.barrier_all();
+  if (block.warp < Tile::kRoleWarps) {
+    block.template run<0>();
+  } else {
+    block.template run<1>();
+  }
+}
+
+// What the main kernel works with beside the tensors; all of it device memory.
+struct MainWork {
+  // {huge_lse, …}, from launch_prepare; and {m, 1 / l} of every row, read if huge_lse was found.
+  const BackwardFindings* findings;
+  const float2* rows;
+  float* dq_accum;                 // (rows of lse, head_dim rounded up to 16), zero; null: no dq
+  float *dk_partial, *dv_partial;  // (num_splits, key_rows, …), zero; null when num_splits is 1
+};
+
+// dk, dv and dq, those that are wanted; dq by a sum whose order is that of the blocks.
+template <class Element, class Tile>
+cudaError_t launch_main_kernel(const AttnParams& p,
+                               const Plan& plan,
+                               const MainWork& work,
+                               cudaStream_t stream) {
+  const int64_t slots = slot_count(p.seq_k, p.batch, p.seqlen_k, 1, plan.block_n);
+  if (slots * p.heads_k * plan.num_splits > INT32_MAX) return cudaErrorInvalidConfiguration;
+  BackwardGrid grid = {};
+  grid.dq_accum = work.dq_accum;
+  grid.dq_columns = round_up(p.head_dim, 16);
+  grid.slots = static_cast<uint32_t>(slots);
+  grid.block_m = plan.block_m;
+  grid.block_n = plan.block_n;
+  grid.findings = work.findings;
+  grid.rows = work.rows;
+  grid.splits = plan.num_splits;
+  grid.dk_partial = work.dk_partial;
+  grid.dv_partial = work.dv_partial;
+  cudaError_t error = launch_shared(backward_kernel<Element, Tile>, slots * p.heads_k * grid.splits,
+                                    Tile::kThreads, Tile::kSmemBytes, stream, p, grid);
+  if (error == cudaSuccess && work.dq_accum != nullptr)
+    error = launch_finish<Element>(query_target(p), work.dq_accum, 1, stream);
+  if (grid.splits == 1) return error;
+  if (error == cudaSuccess && p.grad.dk.ptr != nullptr)
+    error = launch_finish<Element>(key_target(p, false), work.dk_partial, grid.splits, stream);
+  if (error == cudaSuccess && p.grad.dv.ptr != nullptr)
+    error = launch_finish<Element>(key_target(p, true), work.dv_partial, grid.splits, stream);
+  return error;
+}
+
+}  // namespace flash_attn::sm80

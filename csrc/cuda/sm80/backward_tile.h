@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Tile sizes of the backward kernels, with their reasons. Half of a multiprocessor's registers hold
+// dK and dV, so kBlockN * head_dim is at most 16,384 for all blocks on one together.
+//
+// kBlockM queries a step, kBlockN keys a block. A block's warps have two roles
+// (backward_block.cuh); in each, kBlockN / kWarpKeys * kDimWarps warps share the work: a warp has
+// kWarpKeys keys, of dK or dV the columns of every kDimWarps-th 16, and of the scores kSubQueries
+// queries at a time, the next ones' product under way with kAhead. kStages buffers of Q, dO and dS:
+// with two of them there is one barrier a step.
+#pragma once
+
+#include "core/types.h"
+#include "plan/kernel_list.h"
+
+namespace flash_attn::sm80 {
+
+template <class Numbers, Score kScoreLevel>
+struct BackwardTile : Numbers {
+  using N = Numbers;
+  static constexpr Score kScore = kScoreLevel;
+  static constexpr int kKeyWarps = N::kBlockN / N::kWarpKeys;
+  static constexpr int kRoleWarps = kKeyWarps * N::kDimWarps;
+  static constexpr int kWarps = 2 * kRoleWarps, kThreads = 32 * kWarps;
+  static constexpr int kRowBlocks = N::kWarpKeys / 16;
+  static constexpr int kSubSteps = N::kBlockM / (N::kSubQueries * N::kDimWarps);
+  static constexpr bool kShareProbabilities = N::kDimWarps > 1;
+  // dQ of a step is role 1's: a warp has kDqRows queries, and of every kDqColumnWarps-th 16 columns
+  // kDqPairs in each of kDqPasses passes.
+  static constexpr int kDqRows = min_of(N::kBlockM, 32);
+  static constexpr int kDqColumnWarps = kRoleWarps / (N::kBlockM / kDqRows);
+  static constexpr int kDqAll = N::kHeadDim / 16 / kDqColumnWarps;
+  static constexpr int kDqPasses = kDqAll > 4 ? 2 : 1, kDqPairs = kDqAll / kDqPasses;
+
+  static constexpr int kKBytes = 2 * N::kBlockN * N::kHeadDim;
+  static constexpr int kVBytes = 2 * N::kBlockN * N::kHeadDimV;
+  static constexpr int kQBytes = 2 * N::kBlockM * N::kHeadDim;
+  static constexpr int kDoutBytes = 2 * N::kBlockM * N::kHeadDimV;
+  static constexpr int kPanelBytes = 128 * N::kBlockN;  // P or dS: a row of at most 64 queries
+  static constexpr int kStatBytes = 4 * N::kBlockM;     // lse, or delta
+  static constexpr int kQ = kKBytes + kVBytes, kDout = kQ + N::kStages * kQBytes;
+  static constexpr int kDs = kDout + N::kStages * kDoutBytes;
+  static constexpr int kP = kDs + N::kStages * kPanelBytes;
+  // What role 1 reads is P, but for the general kernels, whose warps of role 0 share P itself.
+  static constexpr int kTilesOfP = !kShareProbabilities ? 0 : kScore == Score::kGeneral ? 2 : 1;
+  static constexpr int kStats = kP + kTilesOfP * kPanelBytes;
+  static constexpr int kState = kStats + N::kStages * 2 * kStatBytes;
+  static constexpr int kStateBytes = 384;  // BackwardState
+  static constexpr int kSmemBytes = kState + kStateBytes;
+
+  static_assert(N::kBlockM <= 64 && N::kBlockN % N::kWarpKeys == 0 && kThreads >= 2 * N::kBlockM);
+  static_assert(kDqPairs * kDqPasses * kDqColumnWarps * 16 == N::kHeadDim && kDqPairs <= 4);
+  static_assert(1 + kKeyWarps * (kSubSteps + 1) <= 16, "a block has 16 barriers");
+};
+
+// 64 keys a warp: an operand from shared memory serves four row blocks. Two blocks on a
+// multiprocessor of sm_90; 98 KB fit the 99 of sm_86, 89 and 120.
+struct Backward64 {
+  static constexpr int kHeadDim = 64, kHeadDimV = 64;
+  static constexpr int kBlockM = 64, kBlockN = 128, kWarpKeys = 64, kDimWarps = 1;
+  static constexpr int kSubQueries = 32, kStages = 2, kBlocksPerSm = 2;
+};
+// 162 KB of the 163 of sm_80.
+struct Backward128 {
+  static constexpr int kHeadDim = 128, kHeadDimV = 128;
+  static constexpr int kBlockM = 64, kBlockN = 128, kWarpKeys = 32, kDimWarps = 1;
+  static constexpr int kSubQueries = 64, kStages = 2, kBlocksPerSm = 1;
+};
+struct Backward192 {
+  static constexpr int kHeadDim = 192, kHeadDimV = 128;
+  static constexpr int kBlockM = 64, kBlockN = 64, kWarpKeys = 32, kDimWarps = 2;
+  static constexpr int kSubQueries = 32, kStages = 2, kBlocksPerSm = 1;
+};
+struct Backward256 {
+  static constexpr int kHeadDim = 256, kHeadDimV = 256;
+  static constexpr int kBlockM = 64, kBlockN = 64, kWarpKeys = 32, kDimWarps = 2;
+  static constexpr int kSubQueries = 32, kStages = 2, kBlocksPerSm = 1;
+};
+// The general kernels have more to keep beside the scores.
+struct General64 : Backward64 {
+  static constexpr int kSubQueries = 16;
+};
+struct General128 : Backward128 {
+  static constexpr int kSubQueries = 32;
+};
+
+// Less shared memory: 163 KB (Medium), 99 KB (Small), 64 KB (Sm75).
+struct Medium256 : Backward256 {
+  static constexpr int kStages = 1;
+};
+struct Small128 : Backward128 {
+  static constexpr int kBlockM = 32, kBlockN = 64, kSubQueries = 32;
+};
+struct Small256 : Backward256 {
+  static constexpr int kBlockM = 32, kBlockN = 32, kSubQueries = 16, kStages = 1;
+};
+struct Sm75Backward64 : Backward64 {
+  static constexpr int kBlockN = 64, kWarpKeys = 32, kStages = 1, kBlocksPerSm = 1;
+};
+struct Sm75Backward128 : Small128 {
+  static constexpr int kStages = 1;
+};
+struct Sm75Backward256 : Small256 {
+  static constexpr int kBlockN = 16, kWarpKeys = 16;
+};
+
+}  // namespace flash_attn::sm80

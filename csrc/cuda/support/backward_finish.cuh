@@ -1,0 +1,116 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The end of the backward pass: dq from its fp32 accumulator, or dk and dv from the sums of slices,
+// added up in a fixed order.
+//
+// An accumulator has a line of `columns` (a multiple of 16) for every element of lse (dq), or for
+// every (batch, key head, key), packed (key head, key). Each 16 columns lie as the mma registers of
+// four threads had them: floats 4t … 4t + 3 are columns 2t, 2t + 1, 8 + 2t, 9 + 2t.
+#pragma once
+
+#include "core/params.h"
+#include "core/seqlen.h"
+#include "cuda/launch.h"
+#include "cuda/tile/fragment.cuh"
+#include "cuda/tile/load.cuh"
+
+namespace flash_attn {
+
+constexpr int kFinishThreads = 256;
+
+// Rows of an accumulator of dk or dv, and the row of a key.
+FA_HD int64_t key_rows(const AttnParams& p) {
+  const bool packed = p.seq_k.cu_seqlens != nullptr;
+  return (packed ? p.seq_k.total : int64_t{p.batch} * p.seqlen_k) * p.heads_k;
+}
+FA_HD int64_t key_row(const AttnParams& p, const SeqInfo& seq, int head, int key) {
+  if (p.seq_k.cu_seqlens != nullptr) return head * p.seq_k.total + seq.k_row + key;
+  return (seq.k_batch * p.heads_k + head) * p.seqlen_k + key;
+}
+
+// Where the accumulator goes.
+struct FinishTarget {
+  TensorRef to;
+  int64_t rows;  // of a head of one batch, or of all when packed
+  int64_t planes;
+  int heads, dim;
+  float scale;
+};
+
+// A thread takes four floats of a line, and gives away what makes its neighbours' four columns.
+template <class Element>
+__global__ void __launch_bounds__(kFinishThreads) backward_finish_kernel(
+    const __grid_constant__ FinishTarget target, const float* accum, int columns, int splits) {
+  const int64_t at = (int64_t{blockIdx.x} * kFinishThreads + threadIdx.x) * 4;
+  const int64_t all = target.planes * target.rows * columns;
+  float4 x = {};
+  if (at < all) {
+    x = *reinterpret_cast<const float4*>(accum + at);
+    for (int s = 1; s < splits; ++s) {
+      const float4 y = *reinterpret_cast<const float4*>(accum + s * all + at);
+      x = {x.x + y.x, x.y + y.y, x.z + y.z, x.w + y.w};
+    }
+  }
+  const uint32_t low = pack_pair(Element(), x.x * target.scale, x.y * target.scale);
+  const uint32_t high = pack_pair(Element(), x.z * target.scale, x.w * target.scale);
+  const int lane = threadIdx.x % 32, t = lane % 4, from = lane - t + t % 2 * 2;
+  const uint32_t low0 = __shfl_sync(0xffffffffu, low, from);
+  const uint32_t low1 = __shfl_sync(0xffffffffu, low, from + 1);
+  const uint32_t high0 = __shfl_sync(0xffffffffu, high, from);
+  const uint32_t high1 = __shfl_sync(0xffffffffu, high, from + 1);
+  const uint2 pairs = t < 2 ? uint2{low0, low1} : uint2{high0, high1};
+
+  const int64_t line = at / columns;
+  const int column = static_cast<int>(at - line * columns) / 16 * 16 + t * 4;
+  if (at >= all || column >= target.dim) return;
+  const int64_t row = line % target.rows, plane = line / target.rows;
+  Element* to = static_cast<Element*>(target.to.ptr) + row * target.to.row +
+                plane % target.heads * target.to.head + plane / target.heads * target.to.batch +
+                column;
+  if (copies_whole_chunks<Element>(target.to) && column + 4 <= target.dim) {
+    *reinterpret_cast<uint2*>(to) = pairs;
+    return;
+  }
+  const uint32_t word[2] = {pairs.x, pairs.y};
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    const uint16_t bits = static_cast<uint16_t>(word[e / 2] >> (e % 2 * 16));
+    if (column + e < target.dim) reinterpret_cast<uint16_t*>(to)[e] = bits;
+  }
+}
+
+template <class Element>
+cudaError_t launch_finish(const FinishTarget& target,
+                          const float* accum,
+                          int splits,
+                          cudaStream_t stream) {
+  const int columns = round_up(target.dim, 16);
+  const int64_t blocks =
+      ceil_div(target.planes * target.rows * columns, int64_t{4} * kFinishThreads);
+  if (blocks == 0) return cudaSuccess;
+  return launch(backward_finish_kernel<Element>, blocks, kFinishThreads, stream, target, accum,
+                columns, splits);
+}
+
+// dq = softmax_scale * accumulator.
+inline FinishTarget query_target(const AttnParams& p) {
+  const bool packed = p.seq_q.cu_seqlens != nullptr;
+  return {p.grad.dq,
+          packed ? p.seq_q.total : p.seqlen_q,
+          int64_t{packed ? 1 : p.batch} * p.heads_q,
+          p.heads_q,
+          p.head_dim,
+          static_cast<float>(p.softmax_scale)};
+}
+
+// dk = softmax_scale * sum, dv = sum / (1 - p).
+inline FinishTarget key_target(const AttnParams& p, bool values) {
+  const bool packed = p.seq_k.cu_seqlens != nullptr;
+  return {values ? p.grad.dv : p.grad.dk,
+          packed ? p.seq_k.total : p.seqlen_k,
+          int64_t{packed ? 1 : p.batch} * p.heads_k,
+          p.heads_k,
+          values ? p.head_dim_v : p.head_dim,
+          static_cast<float>(values ? p.dropout.scale : p.softmax_scale)};
+}
+
+}  // namespace flash_attn

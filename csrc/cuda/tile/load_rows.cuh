@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Evenly spaced rows of global memory -> a swizzled tile in shared memory, by all threads of a
+// block: what the backward pass loads (no pages, one head a tile).
+#pragma once
+
+#include "cuda/ptx/cp_async.cuh"
+#include "cuda/tile/load.cuh"
+#include "cuda/tile/operand.cuh"
+#include "cuda/tile/swizzle.cuh"
+
+namespace flash_attn {
+
+// Rows that are not aligned.
+template <int kRows, int kDim, int kThreads, class Element>
+__device__ __forceinline__ void load_rows_slowly(
+    uint32_t smem, const Element* source, int64_t stride, int live, int dim) {
+  constexpr int kChunks = kDim / kChunk;
+#pragma unroll 1
+  for (int at = static_cast<int>(here(threadIdx.x)) % kThreads; at < kRows * kChunks;
+       at += kThreads) {
+    const int row = at / kChunks, chunk = at % kChunks;
+    const Element* from = row < live ? source + row * stride + chunk * kChunk : nullptr;
+    load_chunk_slowly(smem + tile_offset<kRows>(row, chunk), from, dim - chunk * kChunk);
+  }
+}
+
+// Rows [0, live) at `source`, `stride` elements apart, -> a (kRows, kDim) tile; the other rows, and
+// columns from `dim` on, become zero and are not read. Asynchronous: the caller commits and waits.
+template <int kRows, int kDim, int kThreads, class Element>
+__device__ __forceinline__ void load_rows(
+    uint32_t smem, const Element* source, int64_t stride, int live, int dim, bool whole_chunks) {
+  if (!whole_chunks) {
+    load_rows_slowly<kRows, kDim, kThreads>(smem, source, stride, live, dim);
+    return;
+  }
+  constexpr int kStep = kThreads / kPanelChunks;  // rows of a panel at once
+  static_assert(kRows % kStep == 0 && kStep % 8 == 0, "the swizzle of a row depends on row % 8");
+  const int thread = static_cast<int>(here(threadIdx.x));
+  const int chunk = thread % kPanelChunks, first = thread / kPanelChunks;
+  const Element* from = source + first * stride + chunk * kChunk;
+  const uint32_t to = smem + tile_offset<kRows>(first, chunk);
+  int bytes[kDim / kPanelColumns];
+#pragma unroll
+  for (int panel = 0; panel < kDim / kPanelColumns; ++panel)
+    bytes[panel] = 2 * clamp_to(dim - panel * kPanelColumns - chunk * kChunk, 0, kChunk);
+#pragma unroll
+  for (int r = 0; r < kRows; r += kStep) {
+#pragma unroll
+    for (int panel = 0; panel < kDim / kPanelColumns; ++panel) {
+      ptx::copy_async_16(to + panel * (kRows * 128) + r * 128, from + panel * kPanelColumns,
+                         first + r < live ? bytes[panel] : 0);
+    }
+    from += kStep * stride;
+  }
+}
+
+// The same in pieces, a copy of 16 bytes a thread each, for loads that are spread over other work:
+// a multiprocessor takes in about 40 bytes a clock, and who asks for more at once waits. kThreads
+// threads, which count from a multiple of kThreads on, take part. Rows are aligned.
+template <int kRows, int kDim, int kThreads, class Element>
+struct RowPieces {
+  static constexpr int kStep = kThreads / kPanelChunks, kPanels = kDim / kPanelColumns;
+  static constexpr int kPieces = kRows / kStep * kPanels;
+  static_assert(kRows % kStep == 0 && kStep % 8 == 0);
+
+  const Element* from;
+  int64_t stride;
+  uint32_t to;
+  int live, dim;  // rows and columns from this thread's first on
+
+  bool wanted;
+
+  __device__ __forceinline__ RowPieces(uint32_t smem,
+                                       const Element* source,
+                                       int64_t stride_,
+                                       int live_rows,
+                                       int columns,
+                                       bool wanted_)
+      : stride(stride_), wanted(wanted_) {
+    const int thread = static_cast<int>(here(threadIdx.x)) % kThreads;
+    const int chunk = thread % kPanelChunks, first = thread / kPanelChunks;
+    from = source + first * stride + chunk * kChunk;
+    to = smem + tile_offset<kRows>(first, chunk);
+    live = live_rows - first;
+    dim = columns - chunk * kChunk;
+  }
+
+  // Piece `index` after those that were skipped.
+  __device__ __forceinline__ void issue(int index) const {
+    if (!wanted) return;
+    const int row = index / kPanels * kStep, panel = index % kPanels;
+    const int bytes = 2 * clamp_to(dim - panel * kPanelColumns, 0, kChunk);
+    ptx::copy_async_16(to + panel * (kRows * 128) + row * 128,
+                       from + row * stride + panel * kPanelColumns, row < live ? bytes : 0);
+  }
+  __device__ __forceinline__ void skip(int pieces) {
+    const int rows = pieces / kPanels * kStep;
+    from += rows * stride;
+    to += rows * 128;
+    live -= rows;
+  }
+};
+
+}  // namespace flash_attn

@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// A swizzled tile in shared memory -> rows in global memory.
+#pragma once
+
+#include "cuda/ptx/shared.cuh"
+#include "cuda/tile/swizzle.cuh"
+
+namespace flash_attn {
+
+// The first `rows` of kRows rows at `tile`, which lie in a tile of kTileRows, their first `dim`
+// columns, by kThreads threads that count from a multiple of kThreads on. What they read must have
+// been synchronised.
+template <int kTileRows, int kRows, int kDim, int kThreads, class Element>
+__device__ __forceinline__ void store_tile_rows(
+    uint32_t tile, Element* to, int64_t stride, int rows, int dim, bool whole_chunks) {
+  constexpr int kChunks = kDim / kChunk;
+#pragma unroll 4
+  for (int at = threadIdx.x % kThreads; at < kRows * kChunks; at += kThreads) {
+    const int row = at / kChunks, chunk = at % kChunks, column = chunk * kChunk;
+    if (row >= rows || column >= dim) continue;
+    const uint4 value = ptx::load_shared_16(tile + tile_offset<kTileRows>(row, chunk));
+    Element* address = to + row * stride + column;
+    if (whole_chunks && column + kChunk <= dim) {
+      *reinterpret_cast<uint4*>(address) = value;
+      continue;
+    }
+    const uint32_t word[4] = {value.x, value.y, value.z, value.w};
+#pragma unroll
+    for (int e = 0; e < kChunk; ++e) {
+      if (column + e >= dim) continue;
+      const uint16_t bits = static_cast<uint16_t>(word[e / 2] >> (e % 2 * 16));
+      reinterpret_cast<uint16_t*>(address)[e] = bits;
+    }
+  }
+}
+
+}  // namespace flash_attn
