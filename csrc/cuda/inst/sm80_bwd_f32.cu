@@ -3,16 +3,16 @@
 #include <iterator>
 
 #include "cuda/inst/lists.h"
-#include "cuda/sm80/backward_ordered.cuh"
+#include "cuda/sm80/backward.cuh"
 
 namespace flash_attn {
 
 using namespace sm80;
 
 static constexpr KernelRow kRows[] = {
-    backward_ordered_row<float, F32Backward64>("sm80_backward_f32_d64", 80),
-    backward_ordered_row<float, F32Backward128>("sm80_backward_f32_d128", 80),
-    backward_ordered_row<float, F32Backward256>("sm80_backward_f32_d256", 80),
+    backward_f32_row<F32Ordered64>("sm80_backward_f32_d64"),
+    backward_f32_row<Ordered128>("sm80_backward_f32_d128"),
+    backward_f32_row<F32Ordered256>("sm80_backward_f32_d256"),
 };
 const KernelList kSm80BackwardF32 = {kRows, std::size(kRows)};
 

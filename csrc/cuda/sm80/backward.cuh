@@ -1,166 +1,204 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Backward attention with mma.sync and cp.async, for every GPU from sm_75 up.
+// Backward attention with mma.sync and cp.async, for every GPU from sm_75 up: the launcher. Each
+// step is left out when nobody wants what it makes.
 //
 //   1 delta = rowsum(out * dout) - dlse, and whether something is unusual  support/backward_prepare
-//   2 dK, dV and the sum of dQ                                             backward_block
-//   3 dq, and dk, dv where the query tiles were split                      support/backward_finish
+//   2 base and weight of every row, where some lse is huge                 backward_ordered
+//   3 dK, dV, dQ on the way; fp32: dK, dV                           backward_main, backward_ordered
+//   4 dQ if 3 does not make it, parts of dslopes                           backward_ordered
+//   5 dslopes, dsinks                                                      support/backward_sums
+//   6 dbias                                                                backward_ordered_bias
+//
+// Step 3 adds dQ up with atomics, whose order changes from call to call; deterministic calls, and
+// those that need step 4 anyhow, get it there. All else is the same in every call.
 #pragma once
 
-#include <new>
-
-#include "core/slots.h"
-#include "cuda/launch.h"
-#include "cuda/sm80/backward_block.cuh"
-#include "cuda/tile/store.cuh"
+#include "cuda/sm80/backward_main.cuh"
+#include "cuda/sm80/backward_ordered.cuh"
+#include "cuda/sm80/backward_ordered_bias.cuh"
+#include "cuda/support/backward_sums.cuh"
+#include "plan/kernel_list.h"
 #include "plan/plan.h"
 
 namespace flash_attn::sm80 {
 
-// Which keys of which sequence a slot is; by 32-bit division when not packed.
-__device__ __forceinline__ TileSlot key_slot(const AttnParams& p,
-                                             const BackwardGrid& grid,
-                                             uint32_t slot) {
-  if (p.seq_k.cu_seqlens == nullptr) {
-    const uint32_t tiles = grid.slots / static_cast<uint32_t>(p.batch);
-    return {static_cast<int>(slot / tiles), static_cast<int>(slot % tiles)};
-  }
-  return find_slot(p.seq_k, p.batch, p.seqlen_k, 1, grid.block_n, slot);
-}
+// Steps 3 and 4 of a call.
+struct BackwardSteps {
+  bool keys, adds_dq, queries;
 
-template <class Element, class Tile>
-__global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
-    backward_kernel(const __grid_constant__ AttnParams p,
-                    const __grid_constant__ BackwardGrid grid) {
-  extern __shared__ __align__(1024) uint8_t smem[];
-  const uint32_t split = blockIdx.x % grid.splits, block_index = blockIdx.x / grid.splits;
-  const TileSlot slot = key_slot(p, grid, block_index % grid.slots);
-  const int head_k = static_cast<int>(block_index / grid.slots);
-  const SeqInfo seq(p, slot.batch);
-  const int64_t begin = int64_t{slot.tile} * grid.block_n;
-  if (begin < 0 || begin >= seq.k_len) return;
-  const int key = static_cast<int>(begin);
-  using State = BackwardState<Element>;
-  static_assert(sizeof(State) <= Tile::kStateBytes);
-  State& state = *reinterpret_cast<State*>(smem + Tile::kState);
-  BackwardBlock<Element, Tile> block(p, grid, state, smem_address(smem));
-  block.load_keys(seq, head_k, key);
-  if (threadIdx.x == 0) {
-    new (&state) State(p, grid, seq, slot.batch, head_k, key, static_cast<int>(split));
-    block.advance(0);
-    block.advance(1);
+  BackwardSteps(const AttnParams& p, bool may_add) {
+    const Gradients& grad = p.grad;
+    const bool dq = grad.dq.ptr != nullptr, slopes = grad.dslopes != nullptr;
+    keys = grad.dk.ptr != nullptr || grad.dv.ptr != nullptr;
+    adds_dq = may_add && dq && keys && !slopes && !grad.deterministic;
+    queries = slopes || (dq && !adds_dq);
   }
-  block.barrier_all();
-  if (block.warp < Tile::kRoleWarps) {
-    block.template run<0>();
-  } else {
-    block.template run<1>();
-  }
-}
-
-// What the main kernel works with beside the tensors; all of it device memory.
-struct MainWork {
-  // {huge_lse, …}, from launch_prepare; and {m, 1 / l} of every row, read if huge_lse was found.
-  const BackwardFindings* findings;
-  const float2* rows;
-  float* dq_accum;                 // (rows of lse, head_dim rounded up to 16), zero; null: no dq
-  float *dk_partial, *dv_partial;  // (num_splits, key_rows, …), zero; null when num_splits is 1
 };
-
-// dk, dv and dq, those that are wanted; dq by a sum whose order is that of the blocks.
-template <class Element, class Tile>
-cudaError_t launch_main_kernel(const AttnParams& p,
-                               const Plan& plan,
-                               const MainWork& work,
-                               cudaStream_t stream) {
-  const int64_t slots = slot_count(p.seq_k, p.batch, p.seqlen_k, 1, plan.block_n);
-  if (slots * p.heads_k * plan.num_splits > INT32_MAX) return cudaErrorInvalidConfiguration;
-  BackwardGrid grid = {};
-  grid.dq_accum = work.dq_accum;
-  grid.dq_columns = round_up(p.head_dim, 16);
-  grid.slots = static_cast<uint32_t>(slots);
-  grid.block_m = plan.block_m;
-  grid.block_n = plan.block_n;
-  grid.findings = work.findings;
-  grid.rows = work.rows;
-  grid.splits = plan.num_splits;
-  grid.dk_partial = work.dk_partial;
-  grid.dv_partial = work.dv_partial;
-  cudaError_t error = launch_shared(backward_kernel<Element, Tile>, slots * p.heads_k * grid.splits,
-                                    Tile::kThreads, Tile::kSmemBytes, stream, p, grid);
-  if (error == cudaSuccess && work.dq_accum != nullptr)
-    error = launch_finish<Element>(query_target(p), work.dq_accum, 1, stream);
-  if (grid.splits == 1) return error;
-  if (error == cudaSuccess && p.grad.dk.ptr != nullptr)
-    error = launch_finish<Element>(key_target(p, false), work.dk_partial, grid.splits, stream);
-  if (error == cudaSuccess && p.grad.dv.ptr != nullptr)
-    error = launch_finish<Element>(key_target(p, true), work.dv_partial, grid.splits, stream);
-  return error;
-}
 
 // The workspace: what is zero before comes first. Every part begins at a multiple of 256 bytes.
 struct BackwardWorkspace {
-  char *findings, *dq_accum, *dk_partial, *dv_partial, *rows;
+  BackwardFindings* findings;
+  float *dq_accum, *dk_partial, *dv_partial;
+  RowWeight* rows;
+  double* slopes;
   int64_t bytes = 0, zero_bytes = 0;
 
-  BackwardWorkspace(const AttnParams& p, int num_splits, void* base) {
-    const auto take = [&](int64_t size) {
-      char* at = static_cast<char*>(base) + bytes;
-      bytes += round_up(size, int64_t{256});
-      return at;
-    };
-    const bool sum_dq = p.grad.dq.ptr != nullptr && !p.grad.deterministic;
-    findings = take(sizeof(BackwardFindings));
-    dq_accum = take(sum_dq ? lse_rows(p) * round_up(p.head_dim, 16) * 4 : 0);
-    const int64_t keys = num_splits > 1 ? num_splits * key_rows(p) * 4 : 0;
-    dk_partial = take(keys * round_up(p.head_dim, 16));
-    dv_partial = take(keys * round_up(p.head_dim_v, 16));
+  // `slots`: of tiles that own queries.
+  BackwardWorkspace(
+      const AttnParams& p, const BackwardSteps& steps, int64_t slots, int num_splits, void* base) {
+    const int64_t keys = num_splits > 1 ? num_splits * key_rows(p) : 0;
+    take(findings, 1, base);
+    take(dq_accum, steps.adds_dq ? lse_rows(p) * round_up(p.head_dim, 16) : 0, base);
+    take(dk_partial, keys * round_up(p.head_dim, 16), base);
+    take(dv_partial, keys * round_up(p.head_dim_v, 16), base);
     zero_bytes = bytes;
-    rows = take(lse_rows(p) * sizeof(float2));
+    take(rows, lse_rows(p), base);
+    take(slopes, p.grad.dslopes != nullptr ? slots * p.heads_q : 0, base);
   }
 
-  MainWork main_work(const AttnParams& p) const {
-    const bool sum_dq = p.grad.dq.ptr != nullptr && !p.grad.deterministic;
-    return {reinterpret_cast<const BackwardFindings*>(findings),
-            reinterpret_cast<const float2*>(rows),
-            sum_dq ? reinterpret_cast<float*>(dq_accum) : nullptr,
-            reinterpret_cast<float*>(dk_partial), reinterpret_cast<float*>(dv_partial)};
+ private:
+  // Null when there is nothing of it.
+  template <class T>
+  void take(T*& part, int64_t count, void* base) {
+    part = count > 0 ? reinterpret_cast<T*>(static_cast<char*>(base) + bytes) : nullptr;
+    bytes += round_up(count * int64_t{sizeof(T)}, int64_t{256});
   }
 };
 
-inline int64_t backward_workspace(const AttnParams& p, int, int num_splits) {
-  return BackwardWorkspace(p, num_splits, nullptr).bytes;
-}
+// `Main`: the tile of the main kernel, void in fp32; `Ordered`: that of the others.
+template <class Main, class Ordered>
+struct BackwardLauncher {
+  static constexpr bool kHasMain = !std::is_void_v<Main>;
+  using Element = typename Ordered::Element;
 
-template <class Element, class Tile>
-int launch_backward(const AttnParams& p, const Plan& plan, void* workspace, void* stream) {
-  cudaStream_t on = static_cast<cudaStream_t>(stream);
-  const BackwardWorkspace work(p, plan.num_splits, workspace);
-  cudaError_t error = cudaMemsetAsync(work.findings, 0, work.zero_bytes, on);
-  if (error == cudaSuccess)
-    error = launch_prepare<Element>(p, reinterpret_cast<BackwardFindings*>(work.findings), on);
-  if (error == cudaSuccess)
-    error = launch_main_kernel<Element, Tile>(p, plan, work.main_work(p), on);
-  return error;
-}
+  const AttnParams& p;
+  const Plan& plan;
+  cudaStream_t stream;
+  BackwardSteps steps;
+  OrderedGrid queries;  // of the kernels whose blocks own queries
+  BackwardWorkspace work;
+
+  BackwardLauncher(const AttnParams& params, const Plan& plan_, void* workspace, void* stream_)
+      : p(params),
+        plan(plan_),
+        stream(static_cast<cudaStream_t>(stream_)),
+        steps(params, kHasMain),
+        queries(ordered_grid<Ordered, QueriesDown>(params)),
+        work(params, steps, queries.slots, splits(plan_.num_splits), workspace) {
+    queries.findings = work.findings;
+    queries.rows = work.rows;
+    queries.slopes = work.slopes;
+  }
+
+  static int splits(int num_splits) { return kHasMain ? num_splits : 1; }
+
+  static int64_t workspace_bytes(const AttnParams& p, int, int num_splits) {
+    const int64_t slots = ordered_grid<Ordered, QueriesDown>(p).slots;
+    return BackwardWorkspace(p, BackwardSteps(p, kHasMain), slots, splits(num_splits), nullptr)
+        .bytes;
+  }
+
+  static int launch(const AttnParams& p, const Plan& plan, void* workspace, void* stream) {
+    return BackwardLauncher(p, plan, workspace, stream).run();
+  }
+
+ private:
+  cudaError_t run() const {
+    const Gradients& grad = p.grad;
+    if (queries.slots == 0 || p.heads_q == 0) return cudaSuccess;
+    cudaError_t error = cudaMemsetAsync(work.findings, 0, work.zero_bytes, stream);
+    if (error == cudaSuccess) error = launch_prepare<Element>(p, work.findings, stream);
+    if (error == cudaSuccess) error = launch_weights();
+    if (error == cudaSuccess && steps.keys) error = launch_keys();
+    if (error == cudaSuccess && steps.queries) error = launch_queries();
+    if (error == cudaSuccess && grad.dslopes != nullptr)
+      error = launch_slopes(p, work.slopes, queries.slots, queries.own, stream);
+    if (error == cudaSuccess && grad.dsinks != nullptr) error = launch_sinks(p, stream);
+    if (error == cudaSuccess && grad.dbias != nullptr)
+      error = launch_bias_gradient<Ordered>(p, queries, stream);
+    return error;
+  }
+
+  static constexpr int kQueriesBytes = ordered_smem_bytes<Ordered, QueriesDown>();
+
+  cudaError_t launch_weights() const {
+    constexpr int64_t kMostBlocks = 512;
+    return launch_shared(weights_kernel<Ordered>, min_of(queries.slots * p.heads_q, kMostBlocks),
+                         Ordered::kThreads, kQueriesBytes, stream, p, queries, ScoreScale(1.0));
+  }
+
+  cudaError_t launch_keys() const {
+    if constexpr (kHasMain) {
+      const MainWork main = {work.findings, reinterpret_cast<const float2*>(work.rows),
+                             work.dq_accum, work.dk_partial, work.dv_partial};
+      return launch_main_kernel<Element, Main>(p, plan, main, stream);
+    } else {
+      OrderedGrid keys = ordered_grid<Ordered, KeysDown>(p);
+      keys.findings = work.findings;
+      keys.rows = work.rows;
+      return launch_shared(keys_kernel<Ordered>, keys.slots * p.heads_k, Ordered::kThreads,
+                           ordered_smem_bytes<Ordered, KeysDown>(), stream, p, keys);
+    }
+  }
+
+  cudaError_t launch_queries() const {
+    AttnParams own = p;  // without a dq that has been made
+    if (steps.adds_dq) own.grad.dq.ptr = nullptr;
+    return launch_shared(queries_kernel<Ordered>, queries.slots * p.heads_q, Ordered::kThreads,
+                         kQueriesBytes, stream, own, queries);
+  }
+};
 
 // `arch`: the oldest it runs on, compute capability * 10.
-template <class Element, class Numbers, Score kScore>
-constexpr KernelRow backward_row(const char* name, int arch) {
-  using Tile = BackwardTile<Numbers, kScore>;
+template <class Element, class Main, class Ordered>
+constexpr KernelRow backward_row_of(const char* name, int arch) {
+  using Launcher = BackwardLauncher<Main, Ordered>;
   KernelRow row = {};
   row.name = name;
   row.family = "sm80";
   row.pass = Pass::kBackward;
   row.arch = arch;
   row.dtype = ElementTraits<Element>::kDType;
-  row.head_dim = Tile::kHeadDim;
-  row.head_dim_v = Tile::kHeadDimV;
+  row.score = Score::kGeneral;
+  row.smem_bytes =
+      max_of(ordered_smem_bytes<Ordered, KeysDown>(), ordered_smem_bytes<Ordered, QueriesDown>());
+  row.shared_bytes = Launcher::workspace_bytes;
+  row.cuda = Launcher::launch;
+  return row;
+}
+
+// The kernels without atomics for a head_dim.
+template <int kHeadDim>
+using OrderedNumbers = std::conditional_t<
+    kHeadDim == 64,
+    Ordered64,
+    std::conditional_t<kHeadDim == 128,
+                       Ordered128,
+                       std::conditional_t<kHeadDim == 192, Ordered192, Ordered256>>>;
+
+template <class Element,
+          class Numbers,
+          Score kScore,
+          class Ordered = OrderedNumbers<Numbers::kHeadDim>>
+constexpr KernelRow backward_row(const char* name, int arch) {
+  using Main = BackwardTile<Numbers, kScore>;
+  KernelRow row = backward_row_of<Element, Main, OrderedTile<Element, Ordered>>(name, arch);
+  row.head_dim = Main::kHeadDim;
+  row.head_dim_v = Main::kHeadDimV;
   row.score = kScore;
-  row.block_m = Tile::kBlockM;
-  row.block_n = Tile::kBlockN;
-  row.smem_bytes = Tile::kSmemBytes;
-  row.shared_bytes = backward_workspace;
-  row.cuda = launch_backward<Element, Tile>;
+  row.block_m = Main::kBlockM;
+  row.block_n = Main::kBlockN;
+  row.smem_bytes = max_of(row.smem_bytes, Main::kSmemBytes);
+  return row;
+}
+
+template <class Numbers>
+constexpr KernelRow backward_f32_row(const char* name) {
+  using Tile = OrderedTile<float, Numbers>;
+  KernelRow row = backward_row_of<float, void, Tile>(name, 80);
+  row.head_dim = row.head_dim_v = Tile::kHeadDim;
+  row.block_m = Tile::kWalk;
+  row.block_n = Tile::kOwn;
   return row;
 }
 

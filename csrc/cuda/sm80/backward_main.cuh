@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// dK, dV and the sum of dQ in 16 bits (backward_block.cuh), and dq from that sum, or dk and dv where
-// the query tiles were split (support/backward_finish.cuh).
+// dK, dV and the sum of dQ in 16 bits (backward_block.cuh), and dq from that sum, or dk and dv
+// where the query tiles were split (support/backward_finish.cuh).
 #pragma once
 
 #include <new>

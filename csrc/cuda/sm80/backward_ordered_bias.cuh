@@ -60,9 +60,7 @@ __device__ __forceinline__ void add_score_gradients(OrderedBlock<Tile, QueriesDo
   block.load_own(true);
   block.template load_keys<kKeys>(k, v, state.head_k, step.begin, step.end);
   ptx::copy_async_commit();
-#pragma unroll
-  for (int h = 0; h < 2; ++h)
-    block.fetch(h, step.head, block.own_row() + fragment_row(2 * h), state.end);
+  block.fetch_own(step.head);
   ptx::copy_async_wait<0>();
   __syncthreads();
   float s[1][kKeys / 8][4], dp[1][kKeys / 8][4];
@@ -149,8 +147,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
           if (!find_tile(p, seq, grid, at, step)) continue;
           if (threadIdx.x == 0) {
             const int end = min(at.query + grid.own, seq.q_len);
-            new (&block.state) State(p, seq, at.batch, at.query, end, at.head, 1,
-                                     tile_within(grid.keys, Tile::kWalk));
+            new (&block.state) State(p, seq, at.batch, at.query, end, at.head, 1, rows);
           }
           step.full = step.full && step.end - step.begin == Tile::kKeys;
           __syncthreads();

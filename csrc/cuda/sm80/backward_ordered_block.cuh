@@ -16,6 +16,7 @@
 #include "core/slots.h"
 #include "core/tiles.h"
 #include "cuda/sm80/gemm.cuh"
+#include "cuda/support/backward_prepare.cuh"
 #include "cuda/tile/load.cuh"
 #include "cuda/tile/score_backward.cuh"
 #include "cuda/tile/store.cuh"
@@ -45,7 +46,8 @@ struct RowWeight {
 
 // What the launcher adds to the problem.
 struct OrderedGrid {
-  RowWeight* rows;  // layout of lse
+  const BackwardFindings* findings;
+  RowWeight* rows;  // layout of lse; of use where findings say that some lse is huge
   double* slopes;   // (heads_q, slots of the query side): parts of dslopes; null when not wanted
   int64_t slots;    // of the side that blocks own (core/slots.h)
   int own, walk;    // rows of the tiles, at most the kernel's
@@ -64,6 +66,7 @@ struct OrderedState {
   SeqInfo seq;
   Mask mask;
   int batch, head_k, begin, end;   // own rows [begin, end)
+  bool huge;                       // BackwardFindings
   int head, head_end;              // query heads still to come
   Tiles tiles;                     // of the query head `head`
   WalkStep steps[4];               // of step t: steps[t % 4]
@@ -78,16 +81,17 @@ struct OrderedState {
                           int end_,
                           int first_head,
                           int heads,
-                          int walk)
+                          const OrderedGrid& grid)
       : seq(s),
         mask(p.mask, s),
         batch(b),
         head_k(first_head / p.group_size()),
         begin(begin_),
         end(end_),
+        huge(grid.findings->huge_lse != 0),
         head(first_head),
         head_end(first_head + heads),
-        tiles(p, s, b, first_head, begin_, end_, walk) {}
+        tiles(p, s, b, first_head, begin_, end_, grid.walk) {}
 
   __device__ __forceinline__ bool next(int& tile, WalkStep& step) {
     return tiles.walk.next(tile, step.full, step.bits);
@@ -129,6 +133,21 @@ FA_HD int tile_within(int block, int tile) {
   return size;
 }
 
+// x -> cap tanh(x / cap), in 16 bits by tanh y = 1 - 2 / (e^2y + 1) of |y|.
+template <class Element>
+__device__ __forceinline__ void cap_score(float& x, float& slope, float cap) {
+  if constexpr (sizeof(Element) == 4) {
+    const float t = tanhf(x / cap);
+    x = cap * t;
+    slope = 1 - t * t;
+  } else {
+    const float twice = fabsf(x) * (2.885390082f / cap);  // 2 log2 e
+    const float inverse = ptx::reciprocal_approx(ptx::exp2_approx(twice) + 1);
+    x = copysignf(fmaf(-2 * cap, inverse, cap), x);
+    slope = 4 * inverse * (1 - inverse);
+  }
+}
+
 // q . k -> scores of the specification, in natural units; slope: d score / d (scale q . k).
 template <class Element, class Layout>
 __device__ __forceinline__ void exact_scores(
@@ -142,11 +161,8 @@ __device__ __forceinline__ void exact_scores(
   }
   if (cap > 0) {
 #pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      const float t = sizeof(Element) == 4 ? tanhf(x[e] / cap) : tanh_exact(x[e] / cap);
-      x[e] = cap * t;
-      slope[e] = 1 - t * t;
-    }
+    for (int e = 0; e < 8; ++e)
+      cap_score<Element>(x[e], slope[e], cap);
   }
   if (p.alibi.slopes != nullptr) {
     const float alibi = p.alibi.slopes[f.batch * p.alibi.batch + f.head];
@@ -158,7 +174,7 @@ __device__ __forceinline__ void exact_scores(
   }
   if (p.bias.ptr == nullptr) return;
   float bias[8];
-  load_bias<Layout>(bias, f, query, key, 1.0f);
+  load_bias<Layout>(bias, f, query, key);
 #pragma unroll
   for (int e = 0; e < 8; ++e)
     x[e] = bias[e] == -INFINITY ? -INFINITY : x[e] + bias[e];
@@ -236,14 +252,31 @@ struct OrderedBlock {
     return {p, t, key_base<Element>(p, t, state.seq, head_k), state.batch, 0, state.seq.k_len};
   }
 
-  // base and weight, delta of query i: +inf and 0 past `end`.
+  // lse (as base) and delta of query i: -inf and 0 past `end`. They are on their way until
+  // settle().
   __device__ __forceinline__ void fetch(int n, int head, int i, int end) {
-    rows[n] = {INFINITY, 1};
+    rows[n] = {-INFINITY, 1};
     delta[n] = 0;
     if (i >= end) return;
     const int64_t at = state.seq.lse_offset(p, head, i);
-    rows[n] = grid.rows[at];
+    rows[n].base = static_cast<const float*>(p.lse)[at];
     delta[n] = static_cast<const float*>(p.grad.delta)[at];
+  }
+  __device__ __forceinline__ void settle(int n, int head, int i) {
+    if (rows[n].base == -INFINITY) {
+      rows[n].base = INFINITY;
+    } else if (state.huge) {
+      rows[n] = grid.rows[state.seq.lse_offset(p, head, i)];
+    }
+  }
+  // Of the thread's own two queries.
+  __device__ __forceinline__ void fetch_own(int head) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int i = own_row() + fragment_row(2 * h);
+      fetch(h, head, i, state.end);
+      settle(h, head, i);
+    }
   }
 
   // The first tile, or also the second.
@@ -298,9 +331,10 @@ struct OrderedBlock {
       bool empty = false;
       if constexpr (kKeysDown) {
         if (threadIdx.x < Tile::kWalk) {
+          const WalkStep& step = state.steps[t % 4];
+          if (step.head >= 0) settle(0, step.head, step.begin + threadIdx.x);
           state.rows[stage][threadIdx.x] = rows[0];
           state.delta[stage][threadIdx.x] = delta[0];
-          const WalkStep& step = state.steps[t % 4];
           empty = rows[0].base == INFINITY && threadIdx.x < step.end - step.begin;
         }
       }
@@ -399,10 +433,7 @@ struct OrderedBlock {
 #pragma unroll
       for (int e = 0; e < 8; ++e) {
         float& gradient = dp[0][2 * n + e / 4][e % 4];
-        // Nothing where P is 0, even if dP is no number.
-        ds[e] = x[e] == 0
-                    ? 0.0f
-                    : score_gradient<Score::kGeneral>(x[e], gradient, delta_of(e, n, stage), scale);
+        ds[e] = flash_attn::score_gradient(x[e], gradient, delta_of(e, n, stage), scale);
         s[0][2 * n + e / 4][e % 4] = fmaxf(x[e], 0.0f);
         gradient = ds[e] * slope[e];
       }

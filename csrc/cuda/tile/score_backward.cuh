@@ -1,16 +1,13 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// From q . k to probabilities and score gradients, when lse is known: what the backward kernels do
-// to a 16 x 16 chunk of scores, two neighbouring accumulators of mma. A chunk lies with its keys or
-// with its queries down; a thread holds eight elements of it, element e being c[e % 4] of the left
-// (e < 4) or the right accumulator.
+// What backward kernels do to a 16 x 16 chunk of scores, two neighbouring accumulators of mma,
+// beside the products: bias, mask, dropout, the score gradient. A chunk lies with its keys or with
+// its queries down; a thread holds eight elements of it, element e being c[e % 4] of the left (e <
+// 4) or the right accumulator.
 #pragma once
 
 #include "core/mask.h"
 #include "core/philox.h"
-#include "cuda/ptx/math.cuh"
-#include "cuda/ptx/shared.cuh"
 #include "cuda/tile/fragment.cuh"
-#include "plan/kernel_list.h"
 
 namespace flash_attn {
 
@@ -35,20 +32,6 @@ struct QueriesDown {
   static constexpr int kQueries = 2;
   __device__ __forceinline__ static constexpr int query_number(int e) { return e / 2 % 2; }
 };
-
-// lse in units of log2, or delta, of the thread's queries of a chunk, from shared memory.
-template <class Layout>
-__device__ __forceinline__ void load_statistics(float (&to)[Layout::kQueries], uint32_t chunk) {
-  const int lane = threadIdx.x % 32;
-  if constexpr (Layout::kQueries == 4) {
-    const float2 left = ptx::load_shared_8(chunk + lane % 4 * 8);
-    const float2 right = ptx::load_shared_8(chunk + lane % 4 * 8 + 32);
-    to[0] = left.x, to[1] = left.y, to[2] = right.x, to[3] = right.y;
-  } else {
-    to[0] = ptx::load_shared_4(chunk + lane / 4 * 4);
-    to[1] = ptx::load_shared_4(chunk + lane / 4 * 4 + 32);
-  }
-}
 
 // ---- visibility
 
@@ -128,10 +111,12 @@ __device__ __forceinline__ void read_bias(
   }
 }
 
-// The bias of a chunk, times `factor`: 0 or -inf from a boolean mask.
+// The bias of a chunk: 0 or -inf from a boolean mask.
 template <class Layout>
-__device__ __forceinline__ void load_bias(
-    float (&to)[8], const HeadFeatures& f, int query, int key, float factor) {
+__device__ __forceinline__ void load_bias(float (&to)[8],
+                                          const HeadFeatures& f,
+                                          int query,
+                                          int key) {
   const void* ptr = f.p.bias.ptr;
   if (f.p.bias.boolean) {
     read_bias<Layout>(to, f, query, key, [=](int64_t at) {
@@ -147,61 +132,6 @@ __device__ __forceinline__ void load_bias(
     read_bias<Layout>(to, f, query, key,
                       [=](int64_t at) { return static_cast<const float*>(ptr)[at]; });
   }
-#pragma unroll
-  for (int e = 0; e < 8; ++e)
-    to[e] *= factor;
-}
-
-// tanh x = 1 - 2 / (e^2x + 1) of |x|. Absolute error 2^-22.
-__device__ __forceinline__ float tanh_exact(float x) {
-  const float e = ptx::exp2_approx(fabsf(x) * 2.885390082f);  // 2 log2 e
-  return copysignf(fmaf(-2.0f, ptx::reciprocal_approx(e + 1), 1.0f), x);
-}
-
-// Whether the bias can be where the product of Q and K starts from: divided by the scale. Without a
-// scale, or with softcap between the two, it is added afterwards.
-__device__ __forceinline__ bool bias_first(const AttnParams& p) {
-  return p.bias.ptr != nullptr && p.softcap == 0 && p.softmax_scale != 0;
-}
-
-// x, q . k -> the scores of the specification in units of log2; slope: d score / d (scale q . k).
-template <class Layout>
-__device__ __forceinline__ void to_scores(
-    float (&x)[8], float (&slope)[8], const HeadFeatures& f, int query, int key) {
-  const AttnParams& p = f.p;
-  const float scale = static_cast<float>(p.softmax_scale), cap = static_cast<float>(p.softcap);
-#pragma unroll
-  for (int e = 0; e < 8; ++e) {
-    x[e] *= scale;
-    slope[e] = 1;
-  }
-  if (cap > 0) {
-    const float inverse = 1 / cap;
-#pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      const float t = tanh_exact(x[e] * inverse);
-      x[e] = cap * t;
-      slope[e] = 1 - t * t;
-    }
-  }
-  if (p.alibi.slopes != nullptr) {
-    const float alibi = p.alibi.slopes[f.batch * p.alibi.batch + f.head];
-#pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      const int away = query + Layout::query(e) + f.distance - key - Layout::key(e);
-      x[e] -= alibi * static_cast<float>(abs(away));
-    }
-  }
-  if (p.bias.ptr != nullptr && !bias_first(p)) {
-    float bias[8];
-    load_bias<Layout>(bias, f, query, key, 1.0f);
-#pragma unroll
-    for (int e = 0; e < 8; ++e)
-      x[e] += bias[e];
-  }
-#pragma unroll
-  for (int e = 0; e < 8; ++e)
-    x[e] *= kLog2e;
 }
 
 // ---- dropout
@@ -258,64 +188,11 @@ __device__ __forceinline__ void mark_dropped(float (&prob)[8],
   }
 }
 
-// ---- all of it
-
-// The state of a tile's chunks.
-template <class Layout>
-struct ChunkContext {
-  const HeadFeatures& features;
-  const Visible& visible;
-  bool full;
-  DropoutChunk<Layout> drawn;
-};
-
-// x: q . k of a chunk -> prob, the probabilities that meet V (0 where dropped), and sent, what the
-// score gradient needs: times the slope of the softcap, negative where dropped. lse in units of
-// log2, +inf for rows that see nothing. `first`: no chunk of the same 32 keys came before.
-template <class Layout, Score kScore>
-__device__ __forceinline__ void to_probabilities(float (&prob)[8],
-                                                 float (&sent)[8],
-                                                 const float (&x)[8],
-                                                 const float (&lse)[Layout::kQueries],
-                                                 ChunkContext<Layout>& context,
-                                                 int query,
-                                                 int key,
-                                                 bool first) {
-  const AttnParams& p = context.features.p;
-  if constexpr (kScore == Score::kPlain) {
-    const float scale_log2 = static_cast<float>(p.softmax_scale) * kLog2e;
-#pragma unroll
-    for (int e = 0; e < 8; ++e)
-      prob[e] = ptx::exp2_approx(x[e] * scale_log2 - lse[Layout::query_number(e)]);
-    if (!context.full) hide<Layout>(prob, context.visible, query, key);
-#pragma unroll
-    for (int e = 0; e < 8; ++e)
-      sent[e] = prob[e];
-  } else {
-    float score[8], slope[8];
-#pragma unroll
-    for (int e = 0; e < 8; ++e)
-      score[e] = x[e];
-    to_scores<Layout>(score, slope, context.features, query, key);
-#pragma unroll
-    for (int e = 0; e < 8; ++e)
-      prob[e] = ptx::exp2_approx(score[e] - lse[Layout::query_number(e)]);
-    if (!context.full) hide<Layout>(prob, context.visible, query, key);
-    if (p.dropout.philox != nullptr)
-      mark_dropped(prob, context.drawn, first, context.features, query, key);
-#pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      sent[e] = prob[e] * slope[e];
-      prob[e] = fmaxf(prob[e], 0.0f);
-    }
-  }
-}
-
-// One element of dS from what to_probabilities sent, dP and delta. `scale`: of dropout.
-template <Score kScore>
-__device__ __forceinline__ float score_gradient(float sent, float dp, float delta, float scale) {
-  if constexpr (kScore == Score::kPlain) return sent * (dp - delta);
-  return signbit(sent) ? sent * delta : sent * (dp * scale - delta);
+// An element of dS from P, marked by mark_dropped, dP and delta. `scale`: of dropout.
+__device__ __forceinline__ float score_gradient(float prob, float dp, float delta, float scale) {
+  // Nothing where P is 0, even if dP is no number.
+  if (prob == 0) return 0;
+  return signbit(prob) ? prob * delta : prob * (dp * scale - delta);
 }
 
 }  // namespace flash_attn
