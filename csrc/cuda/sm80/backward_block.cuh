@@ -198,12 +198,12 @@ struct BackwardBlock {
     if (is_lse && state.huge) stat = grid.rows[step.line + row].x;
   }
 
-  // What a role loads of the next tile: role 0 Q, role 1 dO.
+  // What a role loads of the next tile, from piece `first` on: role 0 Q, role 1 dO.
   template <int kRole>
   using Pieces =
       RowPieces<T::kBlockM, kRole == 0 ? T::kHeadDim : T::kHeadDimV, T::kRoleWarps * 32, Element>;
   template <int kRole>
-  __device__ __forceinline__ Pieces<kRole> next_rows(int t) const {
+  __device__ __forceinline__ Pieces<kRole> next_rows(int t, int first) const {
     const QueryStep& next = state.steps[(t + 1) % 4];
     const int stage = (t + 1) % T::kStages;
     const bool whole = kRole == 0 ? state.q_whole : state.dout_whole;
@@ -211,7 +211,7 @@ struct BackwardBlock {
     const int live = next.end - next.begin;
     if constexpr (kRole == 0) {
       const Element* from = static_cast<const Element*>(p.q.ptr) + next.q;
-      return {smem + T::kQ + stage * T::kQBytes, from, p.q.row, live, p.head_dim, wanted};
+      return {smem + T::kQ + stage * T::kQBytes, from, p.q.row, live, p.head_dim, first, wanted};
     } else {
       const Element* from = static_cast<const Element*>(p.grad.dout.ptr) + next.dout;
       return {smem + T::kDout + stage * T::kDoutBytes,
@@ -219,6 +219,7 @@ struct BackwardBlock {
               p.grad.dout.row,
               live,
               p.head_dim_v,
+              first,
               wanted};
     }
   }
@@ -348,7 +349,6 @@ struct BackwardBlock {
   template <int kColumnBlocks>
   __device__ __forceinline__ void value_step(float (&dv)[T::kRowBlocks][kColumnBlocks][4], int t) {
     const int stage = t % T::kStages;
-    Pieces<0> next = next_rows<0>(t);
     constexpr int kEach = Pieces<0>::kPieces / T::kSubSteps;
     static_assert(kEach <= T::kHeadDim / 16 && kEach % Pieces<0>::kPanels == 0);
 #pragma unroll 1
@@ -362,16 +362,21 @@ struct BackwardBlock {
       zero(s);
       if (kScore == Score::kGeneral && bias_first(tile))
         add_bias(s, tile, static_cast<float>(1 / p.softmax_scale));
+      const Pieces<0> next = next_rows<0>(t, sub * kEach);
       add_scores<T::kHeadDim>(s, smem, smem + T::kQ + stage * T::kQBytes, first_query(sub),
                               [&](int k) {
                                 if (T::kStages == 2 && k < kEach) next.issue(k);
                               });
-      next.skip(kEach);
       float2 lse[T::kSubQueries / 8];
       load_statistics(lse, stats(stage) + first_query(sub) * 4);
-      uint32_t slopes[T::kRowBlocks][T::kSubQueries / 8][2];
       float factor = static_cast<float>(p.softmax_scale);
-      if constexpr (kScore == Score::kGeneral) factor = to_scores(s, slopes, tile);
+      if constexpr (kScore == Score::kGeneral) {
+        // The slopes of the softcap wait where P^T will go.
+        const uint32_t rows = own_rows(sent_tile(t), first_query(sub));
+        factor = to_scores<Element>(s, tile, [&](int r, int n, const uint32_t(&slopes)[4]) {
+          store_operand(rows + r * kRowBlockBytes, n, slopes);
+        });
+      }
       if (tile.rows == nullptr) {
         to_probabilities(s, lse, factor);
       } else {
@@ -381,7 +386,7 @@ struct BackwardBlock {
       if (some_bits) hidden.apply(s);
       if (kScore == Score::kGeneral && p.dropout.philox != nullptr) mark_dropped(s, tile);
       Operands a;
-      send(a, s, slopes, t, first_query(sub));
+      send(a, s, t, first_query(sub));
       if constexpr (T::kShareProbabilities) {
         ptx::barrier_sync(group_barrier(sub), kGroupThreads);
       } else {
@@ -417,41 +422,51 @@ struct BackwardBlock {
   }
 
   // P^T as A operands, and to role 1: times the slopes of the softcap, negative where dropped.
-  __device__ __forceinline__ void send(
-      Operands& a,
-      Scores& prob,
-      const uint32_t (&slopes)[T::kRowBlocks][T::kSubQueries / 8][2],
-      int t,
-      int query) const {
-    const uint32_t sent_rows = own_rows(sent_tile(t), query);
-    if constexpr (kScore == Score::kGeneral) {
-      Operands sent;
-      const bool capped = p.softcap > 0;
-#pragma unroll
-      for (int n = 0; n < T::kSubQueries / 16; ++n) {
-#pragma unroll
-        for (int r = 0; r < T::kRowBlocks; ++r) {
-#pragma unroll
-          for (int pair = 0; pair < 4; ++pair) {
-            float* x = &prob[r][2 * n + pair / 2][pair % 2 * 2];
-            float2 slope = {1, 1};
-            if (capped) slope = unpack_pair(f16(), slopes[r][2 * n + pair / 2][pair % 2]);
-            sent[n][r][pair] = pack_pair(Element(), x[0] * slope.x, x[1] * slope.y);
-            // Dropped ones do not meet V.
-            a[n][r][pair] = pack_pair(Element(), fmaxf(x[0], 0.0f), fmaxf(x[1], 0.0f));
-          }
-        }
-      }
-      store_operands(sent_rows, sent);
-      if constexpr (T::kTilesOfP == 2) store_operands(own_rows(smem + T::kP, query), a);
-    } else {
+  __device__ __forceinline__ void send(Operands& a, const Scores& prob, int t, int query) const {
+    const uint32_t rows = own_rows(sent_tile(t), query);
+    if constexpr (kScore == Score::kPlain) {
 #pragma unroll
       for (int n = 0; n < T::kSubQueries / 16; ++n) {
 #pragma unroll
         for (int r = 0; r < T::kRowBlocks; ++r)
           to_operand<Element>(a[n][r], prob[r][2 * n], prob[r][2 * n + 1]);
       }
-      store_operands(sent_rows, a);
+      store_operands(rows, a);
+    } else {
+      if (p.softcap > 0) __syncwarp();
+#pragma unroll
+      for (int n = 0; n < T::kSubQueries / 16; ++n) {
+#pragma unroll
+        for (int r = 0; r < T::kRowBlocks; ++r)
+          send_general(a[n][r], prob[r][2 * n], prob[r][2 * n + 1], rows + r * kRowBlockBytes, n);
+      }
+      if constexpr (T::kTilesOfP == 2) store_operands(own_rows(smem + T::kP, query), a);
+    }
+  }
+
+  __device__ __forceinline__ void send_general(uint32_t (&a)[4],
+                                               const float (&left)[4],
+                                               const float (&right)[4],
+                                               uint32_t rows,
+                                               int pair) const {
+    uint32_t sent[4];
+    to_operand<Element>(sent, left, right);
+    if (p.softcap > 0) {
+      uint32_t slopes[4];
+      ptx::load_matrix_x4(slopes, operand_at<0>(rows_operand(rows), pair));
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float2 x = unpack_pair(Element(), sent[e]), slope = unpack_pair(Element(), slopes[e]);
+        sent[e] = pack_pair(Element(), x.x * slope.x, x.y * slope.y);
+      }
+      __syncwarp();
+    }
+    store_operand(rows, pair, sent);
+    // Dropped ones do not meet V.
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float* x = e < 2 ? &left[2 * e] : &right[2 * e - 4];
+      a[e] = pack_pair(Element(), fmaxf(x[0], 0.0f), fmaxf(x[1], 0.0f));
     }
   }
 
@@ -468,18 +483,17 @@ struct BackwardBlock {
   template <int kColumnBlocks>
   __device__ __forceinline__ void key_step(float (&dk)[T::kRowBlocks][kColumnBlocks][4], int t) {
     const int stage = t % T::kStages;
-    Pieces<1> next = next_rows<1>(t);
     constexpr int kEach = Pieces<1>::kPieces / T::kSubSteps;
     static_assert(kEach <= T::kHeadDimV / 16 && kEach % Pieces<1>::kPanels == 0);
 #pragma unroll 1
     for (int sub = 0; sub < T::kSubSteps; ++sub) {
       Scores dp;
       zero(dp);
+      const Pieces<1> next = next_rows<1>(t, sub * kEach);
       add_scores<T::kHeadDimV>(dp, smem + T::kKBytes, smem + T::kDout + stage * T::kDoutBytes,
                                first_query(sub), [&](int k) {
                                  if (T::kStages == 2 && k < kEach) next.issue(k);
                                });
-      next.skip(kEach);
       if (sub + 1 == T::kSubSteps) finish_next<1>(t);
       Operands sent, a;
       receive(sent, t, sub);

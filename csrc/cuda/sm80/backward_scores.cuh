@@ -115,27 +115,34 @@ __device__ __forceinline__ bool bias_first(const ScoreTile& tile) {
 
 // ---- features
 
-// x -> cap tanh(scale x / cap), by tanh y = 1 - 2 / (e^2y + 1) of |y|; slopes: 1 - tanh^2, in
-// pairs.
-template <int kRowBlocks, int kColumnBlocks>
+// x -> cap tanh(scale x / cap), by tanh y = 1 - 2 / (e^2y + 1) of |y|. Calls keep(r, n, slopes)
+// with 1 - tanh^2 of row block r, columns 16 n …, as an A operand.
+template <class Element, int kRowBlocks, int kColumnBlocks, class Keep>
 __device__ __forceinline__ void cap_scores(Fragment<kRowBlocks, kColumnBlocks>& s,
-                                           uint32_t (&slopes)[kRowBlocks][kColumnBlocks][2],
                                            float scale,
-                                           float cap) {
+                                           float cap,
+                                           const Keep& keep) {
   const float twice = scale / cap * 2.885390082f;  // 2 log2 e
 #pragma unroll
-  for (int e = 0; e < kRowBlocks * kColumnBlocks * 2; ++e) {
-    float* pair = &s[e / 2 / kColumnBlocks][e / 2 % kColumnBlocks][e % 2 * 2];
-    float slope[2];
+  for (int n = 0; n < kColumnBlocks / 2; ++n) {
 #pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      const float x = pair[c] * twice;
-      const float inverse = ptx::reciprocal_approx(ptx::exp2_approx(fabsf(x)) + 1);
-      slope[c] = 4 * inverse * (1 - inverse);
-      pair[c] = copysignf(fmaf(-2 * cap, inverse, cap), x);
+    for (int r = 0; r < kRowBlocks; ++r) {
+      uint32_t slopes[4];
+#pragma unroll
+      for (int pair = 0; pair < 4; ++pair) {
+        float* x = &s[r][2 * n + pair / 2][pair % 2 * 2];
+        float slope[2];
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const float y = x[c] * twice;
+          const float inverse = ptx::reciprocal_approx(ptx::exp2_approx(fabsf(y)) + 1);
+          slope[c] = 4 * inverse * (1 - inverse);
+          x[c] = copysignf(fmaf(-2 * cap, inverse, cap), y);
+        }
+        slopes[pair] = pack_pair(Element(), slope[0], slope[1]);
+      }
+      keep(r, n, slopes);
     }
-    slopes[e / 2 / kColumnBlocks][e / 2 % kColumnBlocks][e % 2] =
-        pack_pair(f16(), slope[0], slope[1]);
   }
 }
 
@@ -316,17 +323,17 @@ __device__ __forceinline__ void mark_dropped(Fragment<kRowBlocks, kColumnBlocks>
 // ---- all of it
 
 // q . k (and the bias, where it comes first) -> scores in natural units, once multiplied by the
-// factor that is returned. slopes: of the softcap, when there is one.
-template <int kRowBlocks, int kColumnBlocks>
+// factor that is returned. keep: cap_scores.
+template <class Element, int kRowBlocks, int kColumnBlocks, class Keep>
 __device__ __forceinline__ float to_scores(Fragment<kRowBlocks, kColumnBlocks>& s,
-                                           uint32_t (&slopes)[kRowBlocks][kColumnBlocks][2],
-                                           const ScoreTile& tile) {
+                                           const ScoreTile& tile,
+                                           const Keep& keep) {
   const AttnParams& p = tile.p;
   const float scale = static_cast<float>(p.softmax_scale);
   const bool bias_last = p.bias.ptr != nullptr && !bias_first(tile);
   if (p.softcap == 0 && p.alibi.slopes == nullptr && !bias_last) return scale;
   if (p.softcap > 0) {
-    cap_scores(s, slopes, scale, static_cast<float>(p.softcap));
+    cap_scores<Element>(s, scale, static_cast<float>(p.softcap), keep);
   } else {
 #pragma unroll
     for (int e = 0; e < kRowBlocks * kColumnBlocks * 4; ++e)

@@ -70,34 +70,30 @@ struct RowPieces {
 
   bool wanted;
 
+  // Pieces from `skipped` on, whole rows of them before.
   __device__ __forceinline__ RowPieces(uint32_t smem,
                                        const Element* source,
                                        int64_t stride_,
                                        int live_rows,
                                        int columns,
+                                       int skipped,
                                        bool wanted_)
       : stride(stride_), wanted(wanted_) {
     const int thread = static_cast<int>(here(threadIdx.x)) % kThreads;
-    const int chunk = thread % kPanelChunks, first = thread / kPanelChunks;
+    const int chunk = thread % kPanelChunks, row = thread / kPanelChunks;
+    const int first = row + skipped / kPanels * kStep;
     from = source + first * stride + chunk * kChunk;
     to = smem + tile_offset<kRows>(first, chunk);
     live = live_rows - first;
     dim = columns - chunk * kChunk;
   }
 
-  // Piece `index` after those that were skipped.
   __device__ __forceinline__ void issue(int index) const {
     if (!wanted) return;
     const int row = index / kPanels * kStep, panel = index % kPanels;
     const int bytes = 2 * clamp_to(dim - panel * kPanelColumns, 0, kChunk);
     ptx::copy_async_16(to + panel * (kRows * 128) + row * 128,
                        from + row * stride + panel * kPanelColumns, row < live ? bytes : 0);
-  }
-  __device__ __forceinline__ void skip(int pieces) {
-    const int rows = pieces / kPanels * kStep;
-    from += rows * stride;
-    to += rows * 128;
-    live -= rows;
   }
 };
 
