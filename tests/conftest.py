@@ -75,7 +75,9 @@ def poison_free_memory():
     NaN in every floating dtype, -1 in integers."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    sizes = {512: 256, 4 << 10: 128, 64 << 10: 64, 1 << 20: 64, 128 << 20: 3}
+    # Descending, so that each finds the holes that the larger ones left.
+    sizes = {128 << 20: 3, 16 << 20: 4, 4 << 20: 8, 1100 << 10: 32, 1 << 20: 32, 512 << 10: 64}
+    sizes |= {128 << 10: 64, 16 << 10: 128, 2 << 10: 256, 512: 512}
     blocks = [
         torch.full((size,), 255, dtype=torch.uint8, device="cuda")
         for size, count in sizes.items()

@@ -5,7 +5,7 @@ strides. The others stand in test_bug_cases_numerics.py and test_bug_cases_api.p
 import cases
 import pytest
 import torch
-from problem import Problem, check, has_backward
+from problem import Problem, assert_copies, check, has_backward
 
 import flash_attn
 from flash_attn import flash_attn_func, flash_attn_varlen_func
@@ -33,16 +33,19 @@ def test_bc01_causal_varlen_most_rows_see_no_key(dtype, device):
     last = [75, 109, 255]
     empty = [i for i in range(256) if i not in last]
     assert not out[empty].any() and (lse[0, empty] == NEG_INF).all()
-    assert torch.equal(out[last], v) and not dq[empty].any()
-    # One key: dq and dk are 0 up to the rounding of rowsum(out * dout) against dout @ v.
-    assert max(dq.abs().max(), dk.abs().max()) < 1e-5
-    assert torch.equal(dv, torch.ones_like(dv))
+    assert_copies(out[last], v)
+    assert not dq[empty].any()
+    # One key: dq and dk are 0 up to the rounding of rowsum(out * dout) against dout @ v, whose
+    # terms add up to about 80, times k.
+    assert max(dq.abs().max(), dk.abs().max()) < 80 * 9 * 2**-20
+    assert_copies(dv, torch.ones_like(dv))
 
 
 def test_bc02_dense_causal_more_queries_than_keys(device):
     q, k, v = (torch.randn(1, n, 2, 8, device=device, requires_grad=True) for n in (5, 2, 2))
     out = flash_attn_func(q, k, v, causal=True)
-    assert not out[:, :3].any() and torch.equal(out[:, 3], v[:, 0]) and out[:, 4].any()
+    assert not out[:, :3].any() and out[:, 4].any()
+    assert_copies(out[:, 3], v[:, 0])
     assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), (q, k, v)))
     rows = [line.split() for line in flash_attn_func.__doc__.splitlines()]
     assert ["1", "1", "1", "1", "0", "0", "0"] in rows  # the docstring's picture
@@ -91,7 +94,7 @@ def test_bc07_equivalent_windows(dtype, device):
     out = flash_attn_func(*leaves, window_size=(0, 0))
     dout = torch.randn_like(out)
     dq, dk, dv = torch.autograd.grad(out, leaves, dout)
-    assert torch.equal(out, v)
+    assert_copies(out, v)
     torch.testing.assert_close(dv, dout)
     # out * dout summed twice in different orders: the difference is rounding alone.
     assert max(dq.abs().max(), dk.abs().max()) < 1e-4
@@ -240,7 +243,8 @@ def test_bc20_everything_of_size_one(dtype, dim, device):
     out = flash_attn_func(q, k, v)
     dout = torch.ones_like(out)
     dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
-    assert torch.equal(out, v) and torch.equal(dv, dout)
+    assert_copies(out, v)
+    assert_copies(dv, dout)
     assert max(dq.abs().max(), dk.abs().max()) < 1e-2 if dtype == "fp16" else not dq.isnan().any()
     for lengths in ((1, 2), (2, 1), (2, 3), (3, 3)):
         case = cases.Case(1, *lengths, 1, 1, dim, dtype=dtype)
@@ -291,8 +295,8 @@ def test_bc24_tokens_beyond_the_last_sequence(device):
 
 def test_bc26_expanded_scalar_gradient(device):
     q, k, v = (torch.randn(1, 5, 2, 8, device=device).bfloat16().requires_grad_() for _ in range(3))
-    flash_attn_func(q, k, v, causal=True).sum().backward()
-    out = flash_attn_func(q, k, v, causal=True)
+    flash_attn_func(q, k, v, causal=True, deterministic=True).sum().backward()
+    out = flash_attn_func(q, k, v, causal=True, deterministic=True)
     expected = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
     for x, grad in zip((q, k, v), expected, strict=True):
         assert torch.equal(x.grad, grad)
@@ -306,10 +310,9 @@ def test_bc28_last_stride_not_one(turned, packed, device):
 
     def run(tensors):
         if not packed:
-            return flash_attn_func(*tensors, causal=True)
-        return flash_attn_varlen_func(
-            *(x.flatten(0, 1) for x in tensors), cu, cu, 98, 98, causal=True
-        )
+            return flash_attn_func(*tensors, causal=True, deterministic=True)
+        flat = (x.flatten(0, 1) for x in tensors)
+        return flash_attn_varlen_func(*flat, cu, cu, 98, 98, causal=True, deterministic=True)
 
     results = []
     for turn in (False, True):
@@ -350,7 +353,7 @@ def test_bc30_keys_expanded_over_heads(seqlen_k, dim, masked, device):
 def test_bc34_size_one_dims_with_strange_strides(device):
     q = torch.randn(1, 1, 1, 2, device=device).transpose(2, 3)
     assert q.stride(-1) == 2 or q.shape[-1] == 1
-    assert torch.equal(flash_attn_func(q, q, q), q)
+    assert_copies(flash_attn_func(q, q, q), q)
     x = torch.randn(1, 6, 1, 8, device=device)
     odd = x.as_strided(x.shape, (1 << 40, 8, 1 << 41, 1))
     zero = x.as_strided(x.shape, (0, 8, 0, 1))

@@ -12,7 +12,7 @@ from unittest import mock
 import cases
 import pytest
 import torch
-from problem import Problem, check
+from problem import Problem, assert_copies, check
 
 import flash_attn
 from flash_attn import BlockMask, flash_attn_func, flash_attn_varlen_func
@@ -29,8 +29,9 @@ def test_bc27_non_contiguous_dout(kind, device):
         "every_second": torch.randn(2, 32, 4, 256, device=device)[..., ::2],
         "slice": torch.randn(2, 32, 4, 384, device=device)[..., 128:256],
     }[kind]
-    found = torch.autograd.grad(flash_attn_func(q, k, v), (q, k, v), dout)
-    expected = torch.autograd.grad(flash_attn_func(q, k, v), (q, k, v), dout.contiguous())
+    outs = [flash_attn_func(q, k, v, deterministic=True) for _ in range(2)]
+    found = torch.autograd.grad(outs[0], (q, k, v), dout)
+    expected = torch.autograd.grad(outs[1], (q, k, v), dout.contiguous())
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
@@ -45,7 +46,7 @@ def test_bc33_odd_storage_offset(device):
     q = flat[1:].view(2, 33, 2, 46).detach().requires_grad_()
     assert q.data_ptr() % 4 == 2
     copy = q.detach().clone().requires_grad_()
-    out, expected = (flash_attn_func(x, x, x, causal=True) for x in (q, copy))
+    out, expected = (flash_attn_func(x, x, x, causal=True, deterministic=True) for x in (q, copy))
     assert torch.equal(out, expected)
     dout = torch.randn_like(out)
     (a,), (b,) = torch.autograd.grad(out, q, dout), torch.autograd.grad(expected, copy, dout)
@@ -56,7 +57,7 @@ def test_bc36_many_batches_of_one_query(device):
     """Scratch is not sized by a rounded length: 8,300 batches x 16 heads, one query each."""
     q, k, v = (torch.randn(8300, 1, 16, 8, device=device, requires_grad=True) for _ in range(3))
     out = flash_attn_func(q, k, v)
-    assert torch.equal(out, v)
+    assert_copies(out, v)
     dout = torch.randn_like(out)
     torch.testing.assert_close(torch.autograd.grad(out, v, dout)[0], dout)
 

@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from problem import assert_copies
 
 from flash_attn import flash_attn_func
 
@@ -80,4 +81,5 @@ def test_one_key_copies_to_the_bit(dtype, device):
     v.requires_grad_()
     out = flash_attn_func(q, k, v, window_size=(0, 0))
     out.backward(dout)
-    assert torch.equal(out, v) and torch.equal(v.grad, dout)
+    assert_copies(out, v)
+    assert_copies(v.grad, dout)

@@ -5,7 +5,7 @@ call."""
 import cases
 import pytest
 import torch
-from problem import Problem, check, poison
+from problem import Problem, assert_copies, check, poison
 
 import flash_attn
 
@@ -131,9 +131,9 @@ def test_forward_structured_values(kind, dtype, device):
 def test_forward_many_small_problems(device):
     """More sequences and heads than 65,535."""
     q = torch.randn(1, 1, 66_000, 4, device=device)
-    assert torch.equal(flash_attn.flash_attn_func(q, q, q), q)
+    assert_copies(flash_attn.flash_attn_func(q, q, q), q)
     q = torch.randn(66_000, 1, 1, 4, device=device)
-    assert torch.equal(flash_attn.flash_attn_func(q, q, q), q)
+    assert_copies(flash_attn.flash_attn_func(q, q, q), q)
 
 
 def test_forward_odd_pointer(device):

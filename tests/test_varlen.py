@@ -4,7 +4,7 @@
 import cases
 import pytest
 import torch
-from problem import SPARE_ROWS, Problem, check
+from problem import SPARE_ROWS, Problem, assert_copies, check
 
 import flash_attn
 
@@ -166,6 +166,6 @@ def test_varlen_many_sequences(device):
     q = torch.randn(65_536, 1, 8, device=device, requires_grad=True)
     cu = torch.arange(65_537, dtype=torch.int32, device=device)
     out = flash_attn.flash_attn_varlen_func(q, q, q, cu, cu, 1, 1)
-    assert torch.equal(out, q)
+    assert_copies(out, q)
     (grad,) = torch.autograd.grad(out.sum(), q)
     torch.testing.assert_close(grad, torch.ones_like(grad))
