@@ -25,4 +25,15 @@ __device__ __forceinline__ float log2_approx(float x) {
   return y;
 }
 
+// min.NaN: the lesser, NaN if one is. sm_75 has no such instruction, but two that do.
+__device__ __forceinline__ float min_or_nan(float x, float y) {
+#if __CUDA_ARCH__ >= 800
+  float r;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(x), "f"(y));
+  return r;
+#else
+  return x > y ? y : x;
+#endif
+}
+
 }  // namespace flash_attn::ptx

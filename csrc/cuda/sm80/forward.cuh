@@ -16,6 +16,8 @@
 // head_dim_v) | ForwardState. Q's place takes out at the end.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/launch.h"
 #include "cuda/sm80/forward_pair.cuh"
 #include "cuda/support/combine.cuh"
@@ -23,6 +25,24 @@
 #include "plan/plan.h"
 
 namespace flash_attn::sm80 {
+
+// 3. Features and mask of a warp's scores of the tile in `stage`, keys from `key` on.
+template <Score kScore, class Order, class Element, class Tile, int kRowBlocks, int kColumns>
+__device__ __forceinline__ void finish_scores(float (&s)[kRowBlocks][kColumns][4],
+                                              const AttnParams& p,
+                                              const ForwardGrid& grid,
+                                              const ForwardState<Element, Tile>& state,
+                                              const WarpRows& warp,
+                                              int key,
+                                              int stage) {
+  if constexpr (kScore == Score::kGeneral) {
+    if (grid.features) apply_features<Element, Order>(s, p, warp, state.seq, state.task.batch, key);
+  }
+  TileMask<ceil_div(kColumns, 4)> hidden(p.pages, state.task.batch, key, grid.block_n,
+                                         state.tiles[stage].bits);
+  if (hidden.some(8 * kColumns) || !state.sees_all(threadIdx.x / 32, key, 8 * kColumns))
+    apply_mask<Order>(s, p.mask, warp, hidden);
+}
 
 template <class Element, class Tile, Score kScore>
 __global__ void __launch_bounds__(Tile::kWarps * 32, blocks_per_sm<Tile>())
@@ -33,6 +53,8 @@ __global__ void __launch_bounds__(Tile::kWarps * 32, blocks_per_sm<Tile>())
   constexpr uint32_t kKBytes = sizeof(Element) * kBlockN * kDim;
   constexpr uint32_t kVBytes = sizeof(Element) * kBlockN * kDimV;
   static_assert(kDimV <= kDim, "out takes the place of Q");
+  using ByThread = KeysByThread<kBlockN>;
+  using Order = std::conditional_t<kScore == Score::kPlain, KeysInOrder, KeysEither<kBlockN>>;
   extern __shared__ __align__(1024) uint8_t smem[];
   ForwardState<Element, Tile>& state = *reinterpret_cast<ForwardState<Element, Tile>*>(
       smem + forward_tile_bytes<Tile>(sizeof(Element)));
@@ -44,14 +66,16 @@ __global__ void __launch_bounds__(Tile::kWarps * 32, blocks_per_sm<Tile>())
   if (!task.cut(seq, grid.block_m)) return;
   load_tile<kBlockM, kDim, kThreads>(q_smem, QueryRows<Element>(p.q, seq, task.rows), task.begin,
                                      task.end, p.head_dim, copies_whole_chunks<Element>(p.q));
+  Order order;
+  if constexpr (kScore == Score::kGeneral) order.by_thread = grid.by_thread;
   const KvTiles walk = key_walk(p, grid, seq, task);
   const KeySide<Element> keys(p, seq, task);
   int position = walk.walk.position();
   KvTile next;
   if (next_tile(state, walk, position, next, 0)) {
-    load_k<Tile>(p, grid, keys, next.n, k_smem);
+    load_k<Tile>(p, grid, keys, next.n, k_smem, order);
     ptx::copy_async_commit();
-    load_v<Tile>(p, grid, keys, task.slice * kDimV, next.n, v_smem);
+    load_v<Tile>(p, grid, keys, task.slice * kDimV, next.n, v_smem, order);
   }
   ptx::copy_async_commit();
   fill_state(p, state, task, seq, walk, keys);
@@ -60,7 +84,7 @@ __global__ void __launch_bounds__(Tile::kWarps * 32, blocks_per_sm<Tile>())
   const uint32_t q_lane = q_smem + warp_row * 128 + query_lane<Element>();
   const uint32_t k_lane = k_smem + key_lane<Element>(), v_lane = v_smem + value_lane<Element>();
   float out[kRowBlocks][kDimV / 8][4] = {};
-  Softmax<kRowBlocks> softmax;
+  Softmax<Element, kRowBlocks> softmax;
 
   bool first = true;
   for (int stage = 0; position != kWalked; stage ^= 1) {
@@ -70,9 +94,9 @@ __global__ void __launch_bounds__(Tile::kWarps * 32, blocks_per_sm<Tile>())
       ptx::copy_async_wait<0>();
     __syncthreads();
     if (next_tile(state, state.walk, position, next, stage ^ 1)) {
-      load_k<Tile>(p, grid, state.keys, next.n, k_smem + (stage ^ 1) * kKBytes);
+      load_k<Tile>(p, grid, state.keys, next.n, k_smem + (stage ^ 1) * kKBytes, order);
       load_v<Tile>(p, grid, state.keys, state.task.slice * kDimV, next.n,
-                   v_smem + (stage ^ 1) * kVBytes);
+                   v_smem + (stage ^ 1) * kVBytes, order);
     }
     ptx::copy_async_commit();
     const int key = state.tiles[stage].n * grid.block_n;
@@ -81,23 +105,17 @@ __global__ void __launch_bounds__(Tile::kWarps * 32, blocks_per_sm<Tile>())
     const WarpRows warp = state.warp_rows(warp_row);
     float s[kRowBlocks][kColumns][4];
     if (sees) {
-      [[maybe_unused]] BiasTile<kRowBlocks, kColumns> bias;
-      if constexpr (kScore == Score::kGeneral) {
-        if (p.bias.ptr != nullptr) bias.load(p.bias, warp, state.task.batch, key, state.seq.k_len);
-      }
       if constexpr (sizeof(Element) == 4) {
         warp_multiply_rows<kDim, kBlockM, kBlockN>(s, q_lane, k_lane + stage * kKBytes);
       } else {
         warp_matmul_qk<Element, kDim, kBlockN, kBlockN, kBlockM>(s, q_lane,
                                                                  k_lane + stage * kKBytes);
       }
-      if constexpr (kScore == Score::kGeneral)
-        apply_features<Element>(s, p, warp, bias, state.seq.k_len - state.seq.q_len,
-                                state.task.batch, key);
-      TileMask<ceil_div(kColumns, 4)> hidden(p.pages, state.task.batch, key, grid.block_n,
-                                             state.tiles[stage].bits);
-      if (hidden.some(kBlockN) || !state.sees_all(threadIdx.x / 32, key, kBlockN))
-        apply_mask(s, p.mask, warp, hidden);
+      if (kScore == Score::kGeneral && grid.by_thread) {
+        finish_scores<kScore, ByThread>(s, p, grid, state, warp, key, stage);
+      } else {
+        finish_scores<kScore, KeysInOrder>(s, p, grid, state, warp, key, stage);
+      }
     }
     if (first) {  // its V, which came after K
       ptx::copy_async_wait<1>();
@@ -107,7 +125,11 @@ __global__ void __launch_bounds__(Tile::kWarps * 32, blocks_per_sm<Tile>())
     if (!sees) continue;
     softmax.step(s, out, grid.scale);
     if constexpr (kScore == Score::kGeneral) {
-      if (p.dropout.philox != nullptr) apply_dropout(s, p, warp, state.task.batch, key);
+      if (p.dropout.philox != nullptr && grid.by_thread) {
+        apply_dropout<ByThread>(s, p, warp, state.task.batch, key);
+      } else if (p.dropout.philox != nullptr) {
+        apply_dropout<KeysInOrder>(s, p, warp, state.task.batch, key);
+      }
     }
     if constexpr (sizeof(Element) == 4) {
       warp_multiply_add<kBlockN>(out, s, v_lane + stage * kVBytes);
@@ -129,13 +151,16 @@ __global__ void __launch_bounds__(Tile::kWarps * 32, blocks_per_sm<Tile>())
 
 // Bytes of partial results.
 inline int64_t forward_workspace(const AttnParams& p, int, int num_splits) {
-  return num_splits > 1 ? num_splits * lse_rows(p) * (partial_columns(p) + 1) * int64_t{4} : 0;
+  return num_splits > 1 ? num_splits * lse_rows(p) * (partial_columns(p) + 2) * int64_t{4} : 0;
 }
 
 template <class Element, class Tile, Score kScore>
 int launch_forward(const AttnParams& p, const Plan& plan, void* workspace, void* stream) {
   const int64_t slots = slot_count(p.seq_q, p.batch, p.seqlen_q, plan.group, plan.block_m);
   if (slots == 0 || p.heads_q == 0) return cudaSuccess;
+  const bool features =
+      kScore == Score::kGeneral && (p.softcap > 0 || p.alibi.slopes != nullptr ||
+                                    p.bias.ptr != nullptr || !(p.softmax_scale > 1e-30));
   ForwardGrid grid = {slots,
                       static_cast<int>(ceil_div(slots, int64_t{p.batch})),
                       p.heads_q / plan.group,
@@ -145,11 +170,14 @@ int launch_forward(const AttnParams& p, const Plan& plan, void* workspace, void*
                       plan.block_n,
                       plan.group,
                       {},
-                      ScoreScale(kScore == Score::kGeneral ? 1.0 : p.softmax_scale)};
+                      features,
+                      p.bias.ptr != nullptr,
+                      ScoreScale(features ? 1.0 : p.softmax_scale)};
   if (plan.num_splits > 1) {
     grid.partial.rows = lse_rows(p);
     grid.partial.out = static_cast<float*>(workspace);
-    grid.partial.lse = grid.partial.out + grid.partial.rows * plan.num_splits * partial_columns(p);
+    grid.partial.sums = reinterpret_cast<float2*>(
+        grid.partial.out + grid.partial.rows * plan.num_splits * partial_columns(p));
   }
   const int64_t blocks =
       round_up(grid.slots, int64_t{grid.run}) * grid.heads * grid.splits * grid.slices;

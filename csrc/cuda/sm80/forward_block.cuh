@@ -20,7 +20,9 @@ struct ForwardGrid {
   int run, heads, splits, slices;
   int block_m, block_n, group;
   PartialResult partial;
-  // kPlain scales inside the exponential; kGeneral's scores are in natural units already.
+  // kGeneral only: scores have features, which make natural units of them, so that `scale` is 1;
+  // and one of these is a bias, so that keys lie by thread.
+  bool features, by_thread;
   ScoreScale scale;
 };
 
@@ -144,16 +146,16 @@ __device__ __forceinline__ void store_result(const AttnParams& p,
       const RowEnd end =
           finish_row(p, row.head, task.split == 0, m[b][h] * grid.scale.unit, l[b][h]);
       const int64_t at = state.seq.lse_offset(p, row.head, row.position);
-      float* lse = static_cast<float*>(p.lse) + at;
+      const bool first = live && threadIdx.x % 4 == 0 && column0 == 0;
       if (grid.partial.out != nullptr) {
         const int64_t slot = task.split * grid.partial.rows + at;
-        lse = grid.partial.lse + slot;
         float* to = grid.partial.out + slot * partial_columns(p) + column0;
         store_partial(out[b], h, end.factor, to, live ? dim : 0);
+        if (first) grid.partial.sums[slot] = make_float2(end.m, end.l);
       } else {
         stage_row<Element, Tile::kBlockM>(out[b], h, end.factor, staging, warp_row + 16 * b);
+        if (first) static_cast<float*>(p.lse)[at] = lse_of(end.m, end.l);
       }
-      if (live && threadIdx.x % 4 == 0 && column0 == 0) *lse = end.lse;
     }
   }
   if (grid.partial.out != nullptr) return;
@@ -212,28 +214,30 @@ __device__ __forceinline__ bool next_tile(
 }
 
 // Keys or values of tile n -> shared memory, values from `column0` on. Asynchronous.
-template <class Tile, class Element>
+template <class Tile, class Element, class Order = KeysInOrder>
 __device__ __forceinline__ void load_k(const AttnParams& p,
                                        const ForwardGrid& grid,
                                        const KeySide<Element>& keys,
                                        int n,
-                                       uint32_t smem) {
+                                       uint32_t smem,
+                                       Order order = {}) {
   const int key = n * grid.block_n;
   const KeyRows<Element> rows = {p, p.k, keys.k, keys.batch, keys.first, keys.end};
   load_tile<Tile::kBlockN, Tile::kHeadDim, Tile::kWarps * 32>(smem, rows, key, key + grid.block_n,
-                                                              p.head_dim, keys.k_whole);
+                                                              p.head_dim, keys.k_whole, order);
 }
-template <class Tile, class Element>
+template <class Tile, class Element, class Order = KeysInOrder>
 __device__ __forceinline__ void load_v(const AttnParams& p,
                                        const ForwardGrid& grid,
                                        const KeySide<Element>& keys,
                                        int column0,
                                        int n,
-                                       uint32_t smem) {
+                                       uint32_t smem,
+                                       Order order = {}) {
   const int key = n * grid.block_n;
   const KeyRows<Element> rows = {p, p.v, keys.v + column0, keys.batch, keys.first, keys.end};
   load_tile<Tile::kBlockN, Tile::kHeadDimV, Tile::kWarps * 32>(
-      smem, rows, key, key + grid.block_n, p.head_dim_v - column0, keys.v_whole);
+      smem, rows, key, key + grid.block_n, p.head_dim_v - column0, keys.v_whole, order);
 }
 
 // The key tiles of a block.

@@ -53,8 +53,8 @@ struct WarpPair {
 };
 
 // 4. Raises m where a score of either warp asks for it.
-template <int kRowBlocks, int kColumns, int kOutColumns>
-__device__ __forceinline__ void pair_raise(Softmax<kRowBlocks>& softmax,
+template <class Element, int kRowBlocks, int kColumns, int kOutColumns>
+__device__ __forceinline__ void pair_raise(Softmax<Element, kRowBlocks>& softmax,
                                            const float (&s)[kRowBlocks][kColumns][4],
                                            float (&out)[kRowBlocks][kOutColumns][4],
                                            const ScoreScale& scale,
@@ -62,9 +62,7 @@ __device__ __forceinline__ void pair_raise(Softmax<kRowBlocks>& softmax,
                                            float* place) {
   float most[kRowBlocks][2], theirs[kRowBlocks][2];
   if (!pair.any(softmax.passes(s, most, scale))) return;
-#pragma unroll
-  for (int b = 0; b < kRowBlocks; ++b)
-    most[b][0] = row_reduce_max(most[b][0]), most[b][1] = row_reduce_max(most[b][1]);
+  softmax.reduce(most, scale);
   pair.exchange(most, theirs, place);
 #pragma unroll
   for (int b = 0; b < kRowBlocks; ++b) {
@@ -112,7 +110,7 @@ __global__ void __launch_bounds__(Tile::kWarps * 32, 1)
   const uint32_t p_lane = p_smem + pair_row * 128 + row_lane();
   float* place = reinterpret_cast<float*>(smem + (p_smem - q_smem) + pair_row * 128);
   float out[kRowBlocks][kDimV / 8][4] = {};
-  Softmax<kRowBlocks> softmax;
+  Softmax<Element, kRowBlocks> softmax;
 
   for (int turn = 0; position != kWalked; turn ^= 1) {
     ptx::copy_async_wait<0>();
@@ -137,7 +135,7 @@ __global__ void __launch_bounds__(Tile::kWarps * 32, 1)
     __syncthreads();
     if (!sees) continue;
     pair_raise(softmax, s, out, grid.scale, pair, place);
-    softmax.prepare(s);
+    softmax.prepare(s, grid.scale);
     const auto own_weights = [&](uint32_t(&a)[kRowBlocks][4], int step) {
       softmax.weigh(s, grid.scale, 2 * step, 2);
 #pragma unroll

@@ -20,59 +20,44 @@ struct Forward64 {
 struct Forward128 : Forward64 {
   static constexpr int kHeadDim = 128, kHeadDimV = 128;
 };
-// 128 KiB; the small one 88.
+// 88 KiB, so that two blocks fit there too.
 struct Forward192 : Forward128 {
-  static constexpr int kHeadDim = 192, kBlocksPerSm = 1;
-};
-struct Forward192Small : Forward192 {
-  static constexpr int kBlockN = 32;
+  static constexpr int kHeadDim = 192, kBlockN = 32;
 };
 // Out alone would take 256 registers at 32 rows a warp. Where there is shared memory for it two
 // warps share 32 rows (forward_pair.cuh), K and V have one stage and P a place: 224 KiB. Elsewhere
-// a warp has 16 rows: 128 KiB, the small one 96.
+// a warp has 16 rows: 96 KiB.
 struct Forward256Pairs {
   static constexpr int kHeadDim = 256, kHeadDimV = 256, kBlockM = 128, kBlockN = 128, kWarps = 8;
   static constexpr int kBlocksPerSm = 1, kSlices = 1;
   static constexpr bool kPairs = true;
 };
-struct Forward256 {
-  static constexpr int kHeadDim = 256, kHeadDimV = 256, kBlockM = 128, kBlockN = 32, kWarps = 8;
-  static constexpr int kBlocksPerSm = 1, kSlices = 1;
-  static constexpr bool kPairs = false;
-};
-struct Forward256Small : Forward256 {
-  static constexpr int kBlockM = 64, kWarps = 4;
+struct Forward256 : Forward64 {
+  static constexpr int kHeadDim = 256, kHeadDimV = 256, kBlockM = 64, kBlockN = 32;
 };
 // Two blocks share a tile's rows: each repeats Q K^T and makes half of out's columns, since all of
 // them are twice the registers there are. 160 KiB; the small one 80.
-struct Forward512 : Forward256Small {
-  static constexpr int kHeadDim = 512, kSlices = 2;
+struct Forward512 : Forward256 {
+  static constexpr int kHeadDim = 512, kBlocksPerSm = 1, kSlices = 2;
 };
 struct Forward512Small : Forward512 {
   static constexpr int kBlockM = 32, kBlockN = 16, kWarps = 2;
 };
 
-// Features (kGeneral) take registers for the bias, and more arithmetic than matrix products hide:
-// 16 rows a warp, more warps. 40, 48, 64 and 80 KiB.
-struct General64 : Forward64 {
-  static constexpr int kBlockM = 64, kBlocksPerSm = 3;
-};
-struct General128 : General64 {
-  static constexpr int kHeadDim = 128, kHeadDimV = 128, kBlockN = 32;
-};
-struct General192 : General128 {
-  static constexpr int kHeadDim = 192, kBlocksPerSm = 2;
-};
-struct General256 : Forward256Small {
-  static constexpr int kBlockN = 16;
+// Features (kGeneral) take registers: half the scores where out has many. 64 KiB.
+struct General128 : Forward128 {
+  static constexpr int kBlockN = 32;
 };
 
-// sm_75 gives a block 64 KiB: the general tiles of the smaller head_dims, and these of 44, 48, 56.
-struct Sm75Forward192 : General192 {
-  static constexpr int kBlockN = 16;
+// sm_75 gives a block 64 KiB: the tiles of head_dim 64, and these of 48, 44, 48 and 56.
+struct Sm75Forward128 : Forward128 {
+  static constexpr int kBlockM = 64, kBlockN = 32;
 };
-struct Sm75Forward256 : General256 {
-  static constexpr int kBlockM = 32, kWarps = 2;
+struct Sm75Forward192 : Forward192 {
+  static constexpr int kBlockM = 64, kBlockN = 16;
+};
+struct Sm75Forward256 : Forward256 {
+  static constexpr int kBlockM = 32, kBlockN = 16, kWarps = 2;
 };
 struct Sm75Forward512 : Forward512 {
   static constexpr int kHeadDimV = 128, kBlockM = 16, kBlockN = 16, kWarps = 1, kSlices = 4;

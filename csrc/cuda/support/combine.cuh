@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Merges the partial results of splits (core/merge.h) into out and lse. The empty rule: a split
-// whose lse is -inf has weight exactly 0 and its out is not read.
+// Merges the partial results of splits into out and lse, as core/merge.h does with lse = m + log l.
+// The empty rule: a split whose sum is 0 has weight exactly 0 and its out is not read.
 //
 //   grid   one block takes kCombineRows rows of a sequence, a row being a (position, head): the
 //          heads of a position lie side by side in out
@@ -63,20 +63,23 @@ __global__ void __launch_bounds__(kCombineRows * 32)
   const int64_t at = seq.lse_offset(p, head, i);
 
   float most = -INFINITY;
-  for (int s = lane; s < splits; s += 32)
-    most = fmaxf(most, weights[warp][s] = partial.lse[s * partial.rows + at]);
+  for (int s = lane; s < splits; s += 32) {
+    const float2 split = partial.sums[s * partial.rows + at];
+    if (split.y != 0) most = fmaxf(most, split.x);
+  }
   most = warp_max(most);
   float sum = 0;
   for (int s = lane; s < splits; s += 32) {
-    // All splits empty: every weight is 0.
-    const float lse = weights[warp][s];
-    weights[warp][s] = lse == -INFINITY ? 0.0f : ptx::exp2_approx((lse - most) * kLog2e);
-    sum += weights[warp][s];
+    const float2 split = partial.sums[s * partial.rows + at];
+    const float weight =
+        split.y == 0 ? 0.0f : split.y * ptx::exp2_approx((split.x - most) * kLog2e);
+    weights[warp][s] = weight;
+    sum += weight;
   }
   sum = warp_sum(sum);
   __syncwarp();
   const float inverse = sum == 0 ? 0.0f : 1 / sum;
-  if (lane == 0) static_cast<float*>(p.lse)[at] = sum == 0 ? -INFINITY : most + logf(sum);
+  if (lane == 0) static_cast<float*>(p.lse)[at] = lse_of(most, sum);
 
   Element* out = static_cast<Element*>(p.out.ptr) + seq.q_offset(p.out, i, head);
   for (int c = lane; c < p.head_dim_v; c += 32) {

@@ -1,115 +1,176 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The bias of a warp's scores, any dtype and strides: fetched from global memory into registers
-// before the product Q K^T, so that the product hides the latency, and added after it.
+// The bias of a warp's scores, any dtype and strides, from global memory. A thread reads the
+// neighbouring keys that KeysByThread gives it many at a time.
 #pragma once
 
+#include "cuda/ptx/math.cuh"
+#include "cuda/tile/key_order.cuh"
 #include "cuda/tile/masking.cuh"
 
 namespace flash_attn {
 
-// Raw bits of the bias of a warp's scores (16 * kRowBlocks, 8 * kColumns). A pair of neighbouring
-// columns of 1 or 2 bytes an element lies in word[0], low half first; of fp32 in word[0], word[1].
-template <int kRowBlocks, int kColumns>
-struct BiasTile {
-  uint32_t word[kRowBlocks][2][kColumns][2];
+// How the bias lies for a whole tile: runs of neighbouring keys aligned to 16 bytes (or to the
+// whole run, where it is shorter); runs at least; or anything, and tiles that reach past the end.
+enum class BiasLayout : uint8_t { kAligned, kRuns, kAny };
 
-  // Keys [key, key + 8 * kColumns), nothing from `end` on is read.
-  __device__ __forceinline__ void load(
-      const Bias& bias, const WarpRows& rows, int batch, int key, int end) {
-    if (bias.boolean) {
-      load_as<uint8_t, uint16_t>(bias, rows, batch, key, end);
-    } else if (bias.dtype == DType::kF32) {
-      load_as<uint32_t, uint2>(bias, rows, batch, key, end);
-    } else {
-      load_as<uint16_t, uint32_t>(bias, rows, batch, key, end);
+// A thread's bias of one row as it lies in memory: of kKeys keys of a tile, kKeys / 4 elements of
+// kBytes bytes.
+template <int kKeys, int kBytes>
+struct BiasRow {
+  using Order = KeysByThread<kKeys>;
+  static constexpr int kEach = 4 / kBytes;  // elements in a word
+  static constexpr int kRunWords = Order::kRun / kEach, kWords = kKeys / 4 / kEach;
+  uint32_t word[kWords];
+
+  // at: the thread's first element.
+  __device__ __forceinline__ void load_aligned(const uint8_t* at) {
+    constexpr int kWide = min_of(kRunWords, 4);
+#pragma unroll
+    for (int w = 0; w < kWords; w += kWide) {
+      const uint8_t* from = at + w / kRunWords * (Order::kGroup * kBytes) + w % kRunWords * 4;
+      if constexpr (kWide == 4) {
+        const uint4 four = *reinterpret_cast<const uint4*>(from);
+        word[w] = four.x, word[w + 1] = four.y, word[w + 2] = four.z, word[w + 3] = four.w;
+      } else if constexpr (kWide == 2) {
+        const uint2 two = *reinterpret_cast<const uint2*>(from);
+        word[w] = two.x, word[w + 1] = two.y;
+      } else {
+        word[w] = *reinterpret_cast<const uint32_t*>(from);
+      }
     }
   }
 
-  // -inf hides even a score that is inf or NaN.
-  __device__ __forceinline__ void add_to(float (&s)[kRowBlocks][kColumns][4],
-                                         const Bias& bias) const {
-    if (bias.boolean) {
-      add(s, [](const uint32_t(&w)[2]) {
-        return make_float2((w[0] & 0xffffu) != 0 ? 0.0f : -INFINITY,
-                           (w[0] >> 16) != 0 ? 0.0f : -INFINITY);
-      });
-    } else if (bias.dtype == DType::kF32) {
-      add(s, [](const uint32_t(&w)[2]) {
-        return make_float2(__uint_as_float(w[0]), __uint_as_float(w[1]));
-      });
-    } else if (bias.dtype == DType::kBF16) {
-      add(s, [](const uint32_t(&w)[2]) {
-        return make_float2(__uint_as_float(w[0] << 16), __uint_as_float(w[0] & 0xffff0000u));
-      });
-    } else {
-      add(s, [](const uint32_t(&w)[2]) {
-        return __half22float2(*reinterpret_cast<const __half2*>(&w[0]));
-      });
+  // Words around the run, shifted: the last may hold elements past it.
+  __device__ __forceinline__ void load_runs(const uint8_t* at) {
+    const int past = static_cast<int>(reinterpret_cast<uintptr_t>(at) % 4);
+#pragma unroll
+    for (int run = 0; run < kWords / kRunWords; ++run) {
+      const uint32_t* from =
+          reinterpret_cast<const uint32_t*>(at - past + run * (Order::kGroup * kBytes));
+      uint32_t raw[kRunWords + 1];
+#pragma unroll
+      for (int w = 0; w < kRunWords; ++w)
+        raw[w] = from[w];
+      raw[kRunWords] = past != 0 ? from[kRunWords] : 0;
+#pragma unroll
+      for (int w = 0; w < kRunWords; ++w)
+        word[run * kRunWords + w] = __funnelshift_r(raw[w], raw[w + 1], 8 * past);
     }
+  }
+
+  // Element by element: those of keys from `live` on (counted from the thread's first) are not
+  // read. col: bytes from key to key.
+  __device__ __forceinline__ void load_any(const uint8_t* at, int64_t col, int live) {
+    uint32_t all[kWords];  // in local memory: registers have no index
+#pragma unroll 1
+    for (int w = 0; w < kWords; ++w) {
+      uint32_t value = 0;
+#pragma unroll
+      for (int e = 0; e < kEach; ++e) {
+        const int element = w * kEach + e, key = Order::column_key(element / 2) + element % 2;
+        value |= (key < live ? element_at(at + key * col) : 0) << (8 * kBytes * e % 32);
+      }
+      all[w] = value;
+    }
+#pragma unroll
+    for (int w = 0; w < kWords; ++w)
+      word[w] = all[w];
+  }
+
+  // Element e as a number; one byte is a boolean, which becomes 0 or -inf.
+  __device__ __forceinline__ float value(int e, DType type) const {
+    const uint32_t w = word[e / kEach];
+    if constexpr (kBytes == 4) return __uint_as_float(w);
+    if constexpr (kBytes == 1) return (w >> (e % 4 * 8) & 0xffu) != 0 ? 0.0f : -INFINITY;
+    if (type == DType::kBF16) return __uint_as_float(e % 2 == 0 ? w << 16 : w & 0xffff0000u);
+    const __half2 pair = *reinterpret_cast<const __half2*>(&w);
+    return e % 2 == 0 ? __low2float(pair) : __high2float(pair);
   }
 
  private:
-  template <class Decode>
-  __device__ __forceinline__ void add(float (&s)[kRowBlocks][kColumns][4],
-                                      const Decode& decode) const {
-#pragma unroll
-    for (int b = 0; b < kRowBlocks; ++b) {
-#pragma unroll
-      for (int n = 0; n < kColumns; ++n) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const float2 value = decode(word[b][h][n]);
-          float &x = s[b][n][2 * h], &y = s[b][n][2 * h + 1];
-          x = value.x == -INFINITY ? -INFINITY : x + value.x;
-          y = value.y == -INFINITY ? -INFINITY : y + value.y;
-        }
-      }
-    }
-  }
-
-  // Each an element, Pair two of them.
-  template <class Each, class Pair>
-  __device__ __forceinline__ void load_as(
-      const Bias& bias, const WarpRows& rows, int batch, int key, int end) {
-    const bool paired = bias.col == 1 && key + 8 * kColumns <= end && key % 2 == 0 &&
-                        reinterpret_cast<uintptr_t>(bias.ptr) % sizeof(Pair) == 0 &&
-                        ((bias.batch | bias.head | bias.row) & 1) == 0;
-#pragma unroll
-    for (int b = 0; b < kRowBlocks; ++b) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int first = key + fragment_column(0);
-        const Each* at = static_cast<const Each*>(bias.ptr) + batch * bias.batch +
-                         rows(b, h).head * bias.head + rows(b, h).position * bias.row +
-                         first * bias.col;
-        if (paired) {
-#pragma unroll
-          for (int n = 0; n < kColumns; ++n)
-            put(word[b][h][n], *reinterpret_cast<const Pair*>(at + 8 * n));
-        } else {
-#pragma unroll
-          for (int n = 0; n < kColumns; ++n, at += 8 * bias.col) {
-            const int j = first + 8 * n;
-            const uint32_t x = j < end ? at[0] : 0;
-            const uint32_t y = j + 1 < end ? at[bias.col] : 0;
-            word[b][h][n][0] = sizeof(Each) == 4 ? x : x | y << 16;
-            word[b][h][n][1] = y;
-          }
-        }
-      }
-    }
-  }
-
-  __device__ __forceinline__ static void put(uint32_t (&word)[2], uint16_t bytes) {
-    word[0] = __byte_perm(bytes, 0, 0x4140);
-  }
-  __device__ __forceinline__ static void put(uint32_t (&word)[2], uint32_t halves) {
-    word[0] = halves;
-  }
-  __device__ __forceinline__ static void put(uint32_t (&word)[2], uint2 values) {
-    word[0] = values.x;
-    word[1] = values.y;
+  __device__ __forceinline__ static uint32_t element_at(const uint8_t* at) {
+    if constexpr (kBytes == 4) return *reinterpret_cast<const uint32_t*>(at);
+    if constexpr (kBytes == 2) return *reinterpret_cast<const uint16_t*>(at);
+    return *at;
   }
 };
+
+// scores of this thread in row h of a 16-row block += bias. -inf hides even a score that is inf.
+template <int kBytes, int kColumns>
+__device__ __forceinline__ void add_bias_row(float (&s)[kColumns][4],
+                                             int h,
+                                             const BiasRow<8 * kColumns, kBytes>& row,
+                                             DType type) {
+#pragma unroll
+  for (int e = 0; e < 2 * kColumns; ++e) {
+    float& x = s[e / 2][2 * h + e % 2];
+    const float value = row.value(e, type);
+    x = kBytes == 1 ? (value == 0 ? x : value) : ptx::min_or_nan(x, 3.4e38f) + value;
+  }
+}
+
+template <int kBytes, int kRowBlocks, int kColumns>
+__device__ __forceinline__ void add_bias_as(float (&s)[kRowBlocks][kColumns][4],
+                                            const Bias& bias,
+                                            const WarpRows& rows,
+                                            int batch,
+                                            int key,
+                                            int end) {
+  using Row = BiasRow<8 * kColumns, kBytes>;
+  constexpr int kAlign = min_of(16, Row::Order::kRun * kBytes);
+  const int64_t bits = reinterpret_cast<int64_t>(bias.ptr) |
+                       (bias.batch | bias.head | bias.row | key) * int64_t{kBytes};
+  const bool inside = bias.col == 1 && key + 8 * kColumns < end;
+  const BiasLayout layout = inside && bits % kAlign == 0 ? BiasLayout::kAligned
+                            : inside                     ? BiasLayout::kRuns
+                                                         : BiasLayout::kAny;
+  const int first = key + Row::Order::thread_key();
+  constexpr int kTogether = kBytes == 4 ? 1 : 2;  // rows, by registers
+#pragma unroll
+  for (int r = 0; r < 2 * kRowBlocks; r += kTogether) {
+    Row row[kTogether];
+#pragma unroll
+    for (int t = 0; t < kTogether; ++t) {
+      const RowPlace place = rows((r + t) / 2, (r + t) % 2);
+      const uint8_t* at =
+          static_cast<const uint8_t*>(bias.ptr) + (batch * bias.batch + place.head * bias.head +
+                                                   place.position * bias.row + first * bias.col) *
+                                                      kBytes;
+      if (layout == BiasLayout::kAligned) {
+        row[t].load_aligned(at);
+      } else if (layout == BiasLayout::kRuns) {
+        row[t].load_runs(at);
+      } else {
+        row[t].load_any(at, bias.col * kBytes, end - first);
+      }
+    }
+#pragma unroll
+    for (int t = 0; t < kTogether; ++t) {
+      const int b = (r + t) / 2, h = (r + t) % 2;
+      if (kBytes == 2 && bias.dtype == DType::kF16) {
+        add_bias_row<kBytes>(s[b], h, row[t], DType::kF16);
+      } else {
+        add_bias_row<kBytes>(s[b], h, row[t], DType::kBF16);
+      }
+    }
+  }
+}
+
+// Keys [key, key + 8 * kColumns) in the order KeysByThread; nothing from `end` on is read.
+template <int kRowBlocks, int kColumns>
+__device__ __forceinline__ void add_bias(float (&s)[kRowBlocks][kColumns][4],
+                                         const Bias& bias,
+                                         const WarpRows& rows,
+                                         int batch,
+                                         int key,
+                                         int end) {
+  if (bias.boolean) {
+    add_bias_as<1>(s, bias, rows, batch, key, end);
+  } else if (bias.dtype == DType::kF32) {
+    add_bias_as<4>(s, bias, rows, batch, key, end);
+  } else {
+    add_bias_as<2>(s, bias, rows, batch, key, end);
+  }
+}
 
 }  // namespace flash_attn

@@ -9,6 +9,7 @@
 #include "core/pages.h"
 #include "core/rows.h"
 #include "cuda/ptx/cp_async.cuh"
+#include "cuda/tile/key_order.cuh"
 #include "cuda/tile/swizzle.cuh"
 
 namespace flash_attn {
@@ -100,10 +101,15 @@ __device__ __forceinline__ void load_chunk_slowly(uint32_t smem, const Element* 
 // Rows [begin, begin + kRows) of `rows`, those before `limit`, -> the tile at `smem`, columns past
 // `dim` zero. Asynchronous: the caller commits and waits. Eight neighbouring threads copy the 128
 // bytes of a row that lie in one panel. Evenly spaced aligned rows, the usual case, take a path
-// without branches.
-template <int kRows, int kDim, int kThreads, class Rows>
-__device__ __forceinline__ void load_tile(
-    uint32_t smem, const Rows& rows, int begin, int limit, int dim, bool whole_chunks) {
+// without branches. Row r of the tile is row begin + order.row_key(r).
+template <int kRows, int kDim, int kThreads, class Rows, class Order = KeysInOrder>
+__device__ __forceinline__ void load_tile(uint32_t smem,
+                                          const Rows& rows,
+                                          int begin,
+                                          int limit,
+                                          int dim,
+                                          bool whole_chunks,
+                                          Order order = {}) {
   using Element = std::remove_const_t<std::remove_pointer_t<decltype(rows.base)>>;
   constexpr int kEach = kChunkOf<Element>, kColumns = kPanelOf<Element>;  // of a chunk, of a panel
   constexpr int kPanels = kDim / kColumns, kStep = kThreads / kPanelChunks;
@@ -121,20 +127,22 @@ __device__ __forceinline__ void load_tile(
   const int end = min(rows.end, limit);
   if (__builtin_expect(whole_chunks && rows.even() && dim % kEach == 0, 1)) {
     const int stride = static_cast<int>(rows.stride());
-    const auto* source = rows.base + (int64_t{begin} + first) * stride + column;
+    const int first_row = begin + order.row_key(first);
+    const auto* source = rows.base + int64_t{first_row} * stride + column;
     // Rows [rows.first, end) exist, and of them the panels that begin before dim.
-    const unsigned at = begin + first - rows.first, span = max(end - rows.first, 0);
+    const unsigned at = first_row - rows.first, span = max(end - rows.first, 0);
     unsigned live[kPanels];
 #pragma unroll
     for (int panel = 0; panel < kPanels; ++panel)
       live[panel] = column + panel * kColumns < dim ? span : 0;
 #pragma unroll
     for (int r = 0; r < kRows; r += kStep) {
+      const int step = order.row_key(r);
 #pragma unroll
       for (int panel = 0; panel < kPanels; ++panel) {
         ptx::copy_async_16(to(r) + panel * kPanelBytes,
-                           source + int64_t{r * stride} + panel * kColumns,
-                           at + r < live[panel] ? 16 : 0);
+                           source + int64_t{step * stride} + panel * kColumns,
+                           at + step < live[panel] ? 16 : 0);
       }
     }
     return;
@@ -145,7 +153,7 @@ __device__ __forceinline__ void load_tile(
     bytes[panel] = sizeof(Element) * clamp_to(dim - column - panel * kColumns, 0, kEach);
 #pragma unroll 1
   for (int r = 0; first + r < kRows; r += kStep) {
-    const int row = begin + first + r;
+    const int row = begin + order.row_key(first + r);
     const auto* source = row < end ? rows(row) : nullptr;
     if (whole_chunks) {
 #pragma unroll

@@ -6,6 +6,7 @@
 #include "core/mask.h"
 #include "core/pages.h"
 #include "cuda/tile/fragment.cuh"
+#include "cuda/tile/key_order.cuh"
 
 namespace flash_attn {
 
@@ -68,7 +69,7 @@ struct TileMask {
 };
 
 // scores of (16 * kRowBlocks, 8 * kColumns) -> -inf where a row does not see the key.
-template <int kRowBlocks, int kColumns>
+template <class Order = KeysInOrder, int kRowBlocks, int kColumns>
 __device__ __forceinline__ void apply_mask(float (&s)[kRowBlocks][kColumns][4],
                                            const MaskSpec& spec,
                                            const WarpRows& rows,
@@ -91,12 +92,12 @@ __device__ __forceinline__ void apply_mask(float (&s)[kRowBlocks][kColumns][4],
       for (int w = 0; w < ceil_div(kColumns, 4); ++w) {
         uint32_t seen = low_bits(high - 32 * w) & ~low_bits(low - 32 * w) & tile.present[w];
         if (has_bits) seen &= bits_from(bit_row, tile.key % spec.block_k + 32 * w, words);
-        seen >>= fragment_column(0);
+        seen >>= Order::thread_key();
 #pragma unroll
         for (int n = 4 * w; n < 4 * w + 4 && n < kColumns; ++n) {
 #pragma unroll
           for (int c = 0; c < 2; ++c) {
-            if ((seen >> (8 * (n - 4 * w) + c) & 1u) == 0) s[b][n][2 * h + c] = -INFINITY;
+            if ((seen >> (Order::column_key(n) % 32 + c) & 1u) == 0) s[b][n][2 * h + c] = -INFINITY;
           }
         }
       }

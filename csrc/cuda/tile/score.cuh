@@ -11,7 +11,7 @@
 namespace flash_attn {
 
 // q . k -> scale * (q . k), capped: cap * tanh(scale * (q . k) / cap) with tanh x = 1 - 2 / (e^2x +
-// 1) of |x|, whose absolute error is 2^-22: too much for fp32.
+// 1), whose absolute error is 2^-22: too much for fp32.
 template <class Element, int kRowBlocks, int kColumns>
 __device__ __forceinline__ void scale_and_cap(float (&s)[kRowBlocks][kColumns][4],
                                               float scale,
@@ -35,14 +35,13 @@ __device__ __forceinline__ void scale_and_cap(float (&s)[kRowBlocks][kColumns][4
 #pragma unroll
   for (int e = 0; e < kRowBlocks * kColumns * 4; ++e) {
     float& x = s[e / 4 / kColumns][e / 4 % kColumns][e % 4];
-    x *= twice;
-    const float inverse = ptx::reciprocal_approx(ptx::exp2_approx(fabsf(x)) + 1);
-    x = copysignf(fmaf(-2 * cap, inverse, cap), x);
+    const float inverse = ptx::reciprocal_approx(ptx::exp2_approx(x * twice) + 1);
+    x = fmaf(-2 * cap, inverse, cap);
   }
 }
 
 // s -= slope * |i + shift - j|, where shift = k_len - q_len.
-template <int kRowBlocks, int kColumns>
+template <class Order, int kRowBlocks, int kColumns>
 __device__ __forceinline__ void apply_alibi(float (&s)[kRowBlocks][kColumns][4],
                                             const Alibi& alibi,
                                             const WarpRows& rows,
@@ -54,43 +53,46 @@ __device__ __forceinline__ void apply_alibi(float (&s)[kRowBlocks][kColumns][4],
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float slope = alibi.slopes[batch * alibi.batch + rows(b, h).head];
-      const int away = rows(b, h).position + shift - key - fragment_column(0);
+      const int away = rows(b, h).position + shift - key - Order::thread_key();
       const float distance = static_cast<float>(away);
 #pragma unroll
       for (int n = 0; n < kColumns; ++n) {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           float& x = s[b][n][2 * h + c];
-          x = fmaf(-slope, fabsf(distance - static_cast<float>(8 * n + c)), x);
+          x = fmaf(-slope, fabsf(distance - static_cast<float>(Order::column_key(n) + c)), x);
         }
       }
     }
   }
 }
 
-// q . k -> the scores of the specification, in natural units. `key`: first key of the tile.
-template <class Element, int kRowBlocks, int kColumns>
+// q . k -> the scores of the specification, in natural units. `key`: first key of the tile. A bias
+// asks for KeysByThread.
+template <class Element, class Order, int kRowBlocks, int kColumns>
 __device__ __forceinline__ void apply_features(float (&s)[kRowBlocks][kColumns][4],
                                                const AttnParams& p,
                                                const WarpRows& rows,
-                                               const BiasTile<kRowBlocks, kColumns>& bias,
-                                               int shift,
+                                               const SeqInfo& seq,
                                                int batch,
                                                int key) {
   scale_and_cap<Element>(s, static_cast<float>(p.softmax_scale), static_cast<float>(p.softcap));
-  if (p.alibi.slopes != nullptr) apply_alibi(s, p.alibi, rows, shift, batch, key);
-  if (p.bias.ptr != nullptr) bias.add_to(s, p.bias);
+  if (p.alibi.slopes != nullptr)
+    apply_alibi<Order>(s, p.alibi, rows, seq.k_len - seq.q_len, batch, key);
+  if constexpr (Order::kRun > 0) {
+    if (p.bias.ptr != nullptr) add_bias(s, p.bias, rows, batch, key, seq.k_len);
+  }
 }
 
 // Dropout of any tile, element by element. Bit 2 * n + c of the result: column c of this thread's
 // in the n-th eight columns is kept. `j`: key of the first.
-template <int kColumns>
+template <class Order, int kColumns>
 __device__ __forceinline__ uint32_t kept_columns(const DropoutMask& mask, int i, int j) {
   static_assert(kColumns <= 16);
   uint32_t kept = 0;
 #pragma unroll 1
   for (int e = 0; e < 2 * kColumns; ++e) {
-    const int key = j + e / 2 * 8 + e % 2, lane = dropout_lane(i, key);
+    const int key = j + Order::column_key(e / 2) + e % 2, lane = dropout_lane(i, key);
     const Philox4 all = mask.lanes(i, key);
     const uint32_t low = lane & 2 ? all.word[1] : all.word[0];
     const uint32_t high = lane & 2 ? all.word[3] : all.word[2];
@@ -100,51 +102,98 @@ __device__ __forceinline__ uint32_t kept_columns(const DropoutMask& mask, int i,
   return kept;
 }
 
-// Zeroes the probabilities that dropout drops; the scale of the others waits for the end. A call of
-// Philox covers rows g, g + 8 and the same column of four neighbouring 8-column accumulators
-// (core/philox.h), so a block of 16 rows x 32 columns takes two a thread. Packed heads, and tiles
-// that begin between multiples of 16 rows or 32 keys, break that up and go one by one.
-template <int kRowBlocks, int kColumns>
+// Of KeysInOrder: a call of Philox covers rows g, g + 8 and the same column of four neighbouring
+// 8-column accumulators (core/philox.h), so a block of 16 rows x 32 columns takes two a thread.
+// `second`: the tile is the second half of 32 keys.
+template <int kColumns>
+__device__ __forceinline__ void drop_in_order(
+    float (&s)[kColumns][4], const DropoutMask& mask, int i, int key, bool second) {
+  constexpr int kLanes = kColumns < 4 ? kColumns : 4;
+  static_assert(kLanes == 4 || kLanes == 2);
+#pragma unroll
+  for (int n = 0; n < kColumns; n += 4) {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      Philox4 lanes = mask.lanes(i, key + 8 * n + fragment_column(c));
+      if (second) lanes.word[0] = lanes.word[1], lanes.word[2] = lanes.word[3];
+#pragma unroll
+      for (int m = 0; m < kLanes; ++m) {
+        if (lanes.lane(m) >= mask.keep_below) s[n + m][c] = 0;
+        if (lanes.lane(4 + m) >= mask.keep_below) s[n + m][2 + c] = 0;
+      }
+    }
+  }
+}
+
+// Of KeysByThread, 32 keys at a time: a call covers one key of each of the four threads of a row.
+// Each makes two of their eight calls, and they exchange what is kept, bit 8 * c + lane for call c.
+template <int kColumns>
+__device__ __forceinline__ void drop_by_thread(float (&s)[kColumns][4],
+                                               const DropoutMask& mask,
+                                               int i,
+                                               int key) {
+  const int thread = threadIdx.x % 4;
+#pragma unroll
+  for (int n = 0; n < kColumns; n += 4) {
+    uint32_t kept = 0;
+#pragma unroll
+    for (int c = 1; c >= 0; --c) {
+      const Philox4 lanes = mask.lanes(i, key + 8 * n + 2 * thread + c);
+#pragma unroll
+      for (int l = 7; l >= 0; --l)  // the sign of a difference moves in from below
+        kept = __funnelshift_l(lanes.lane(l) - mask.keep_below, kept, 1);
+    }
+#pragma unroll
+    for (int t = 0; t < 4; ++t) {  // this thread's keys 2 * t and 2 * t + 1
+      const uint32_t bits = __shfl_sync(0xffffffffu, kept, t, 4) >> thread;
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        if ((bits >> (8 * c) & 1u) == 0) s[n + t][c] = 0;
+        if ((bits >> (8 * c + 4) & 1u) == 0) s[n + t][2 + c] = 0;
+      }
+    }
+  }
+}
+
+// Zeroes the probabilities that dropout drops; the scale of the others waits for the end. Packed
+// heads, and tiles that begin between multiples of 16 rows or 32 keys, go element by element.
+template <class Order, int kRowBlocks, int kColumns>
 __device__ __forceinline__ void apply_dropout(float (&s)[kRowBlocks][kColumns][4],
                                               const AttnParams& p,
                                               const WarpRows& rows,
                                               int batch,
                                               int key) {
-  constexpr int kLanes = kColumns < 4 ? kColumns : 4;
-  static_assert(kLanes == 4 || kLanes == 2);
-  const bool second = kLanes == 2 && key % 32 == 16;  // half of a call's columns
-  if (rows.group == 1 && rows.first % 16 == 0 && (key % 32 == 0 || second)) {
+  const bool second = Order::kRun == 0 && kColumns == 2 && key % 32 == 16;
+  const bool whole = Order::kRun == 0 ? kColumns % 4 == 0 || kColumns == 2 : Order::kRun == 8;
+  if (whole && rows.group == 1 && rows.first % 16 == 0 && (key % 32 == 0 || second)) {
     const DropoutMask mask(p, batch, rows(0, 0).head);
 #pragma unroll
     for (int b = 0; b < kRowBlocks; ++b) {
       const int i = rows.first + 16 * b + fragment_row(0);
-#pragma unroll
-      for (int n = 0; n < kColumns; n += 4) {
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          Philox4 lanes = mask.lanes(i, key + 8 * n + fragment_column(c));
-          if (second) lanes.word[0] = lanes.word[1], lanes.word[2] = lanes.word[3];
-#pragma unroll
-          for (int m = 0; m < kLanes; ++m) {
-            if (lanes.lane(m) >= mask.keep_below) s[b][n + m][c] = 0;
-            if (lanes.lane(4 + m) >= mask.keep_below) s[b][n + m][2 + c] = 0;
-          }
-        }
+      if constexpr (Order::kRun == 8) {
+        drop_by_thread(s[b], mask, i, key);
+      } else if constexpr (Order::kRun == 0) {
+        drop_in_order(s[b], mask, i, key, second);
       }
     }
     return;
+  }
+  uint32_t kept[2 * kRowBlocks];  // in local memory: registers have no index
+#pragma unroll 1
+  for (int row = 0; row < 2 * kRowBlocks; ++row) {
+    const RowPlace place = rows(row / 2, row % 2);
+    kept[row] = kept_columns<Order, kColumns>(DropoutMask(p, batch, place.head), place.position,
+                                              key + Order::thread_key());
   }
 #pragma unroll
   for (int b = 0; b < kRowBlocks; ++b) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const RowPlace row = rows(b, h);
-      const uint32_t kept = kept_columns<kColumns>(DropoutMask(p, batch, row.head), row.position,
-                                                   key + fragment_column(0));
+      const uint32_t bits = kept[2 * b + h];
 #pragma unroll
       for (int n = 0; n < kColumns; ++n) {
-        if ((kept >> (2 * n) & 1u) == 0) s[b][n][2 * h] = 0;
-        if ((kept >> (2 * n + 1) & 1u) == 0) s[b][n][2 * h + 1] = 0;
+        if ((bits >> (2 * n) & 1u) == 0) s[b][n][2 * h] = 0;
+        if ((bits >> (2 * n + 1) & 1u) == 0) s[b][n][2 * h + 1] = 0;
       }
     }
   }

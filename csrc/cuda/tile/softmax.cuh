@@ -11,7 +11,9 @@
 // A weight is 2^(s * c - base) with base = m * c rounded, one fused operation. The rounding of base
 // is a factor common to the row, so it cancels against l; what is old changes by the ratio of the
 // rounded bases, not of the exact ones. Where base is so large that its rounding is no small factor
-// (kHuge), weights are 2^((s - m) * c) instead.
+// (kHuge), and always for fp32, weights are 2^((s - m) * c) instead.
+//
+// What becomes of a row depends on its own scores alone, not on the other rows of the warp.
 #pragma once
 
 #include "cuda/ptx/math.cuh"
@@ -30,8 +32,9 @@ struct ScoreScale {
         inverse(1 / c) {}
 };
 
-template <int kRowBlocks>
+template <class Element, int kRowBlocks>
 struct Softmax {
+  static constexpr bool kExact = sizeof(Element) == 4;
   static constexpr float kHuge = 8192;  // base is rounded by up to 2^-11 there
 
   float m[kRowBlocks][2], l[kRowBlocks][2];
@@ -50,12 +53,10 @@ struct Softmax {
                                        const ScoreScale& scale) {
     float most[kRowBlocks][2];
     if (__any_sync(0xffffffffu, passes(s, most, scale))) {
-#pragma unroll
-      for (int b = 0; b < kRowBlocks; ++b)
-        most[b][0] = row_reduce_max(most[b][0]), most[b][1] = row_reduce_max(most[b][1]);
+      reduce(most, scale);
       raise(most, out, scale);
     }
-    prepare(s);
+    prepare(s, scale);
     weigh(s, scale);
   }
 
@@ -80,11 +81,25 @@ struct Softmax {
 #pragma unroll
         for (int n = 1; n < kColumns; ++n)
           most[b][h] = fmaxf(most[b][h], fmaxf(s[b][n][2 * h], s[b][n][2 * h + 1]));
-        const float slack = fminf(fmaxf(ptx::log2_approx(l[b][h]) + 1, 0.0f), 8.0f);
-        any |= most[b][h] > fmaf(slack, scale.inverse, m[b][h]);
+        any |= most[b][h] > threshold(b, h, scale);
       }
     }
     return any;
+  }
+
+  // most of threads -> of whole rows, -inf where none of the row's threads asks for a higher m.
+  __device__ __forceinline__ void reduce(float (&most)[kRowBlocks][2],
+                                         const ScoreScale& scale) const {
+#pragma unroll
+    for (int b = 0; b < kRowBlocks; ++b) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const bool asks = most[b][h] > threshold(b, h, scale);
+        const unsigned row = __ballot_sync(0xffffffffu, asks) >> (threadIdx.x % 32 / 4 * 4) & 0xfu;
+        const float of_row = row_reduce_max(most[b][h]);
+        most[b][h] = row != 0 ? of_row : -INFINITY;
+      }
+    }
   }
 
   // Raises m to `most`, the largest of the row's new scores, where that is higher. All lanes.
@@ -99,7 +114,7 @@ struct Softmax {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         most[b][h] = fmaxf(m[b][h], most[b][h]);
-        far |= fabsf(base_of(most[b][h], c)) > kHuge;
+        far |= is_far(most[b][h], c);
       }
     }
     huge = huge || __any_sync(0xffffffffu, far);
@@ -107,8 +122,8 @@ struct Softmax {
     for (int b = 0; b < kRowBlocks; ++b) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float down =
-            huge ? (m[b][h] - most[b][h]) * c : __fmul_rn(m[b][h], c) - __fmul_rn(most[b][h], c);
+        const float down = is_far(most[b][h], c) ? (m[b][h] - most[b][h]) * c
+                                                 : __fmul_rn(m[b][h], c) - __fmul_rn(most[b][h], c);
         const float alpha = m[b][h] == most[b][h] ? 1.0f : ptx::exp2_approx(down);
         m[b][h] = most[b][h];
         l[b][h] *= alpha;
@@ -119,10 +134,11 @@ struct Softmax {
     }
   }
 
-  // After m is settled, before weigh: where bases are huge, scores become differences to m.
+  // After m is settled, before weigh: scores become differences to m where they must.
   template <int kColumns>
-  __device__ __forceinline__ void prepare(float (&s)[kRowBlocks][kColumns][4]) const {
-    if (__builtin_expect(huge, 0)) subtract(s);
+  __device__ __forceinline__ void prepare(float (&s)[kRowBlocks][kColumns][4],
+                                          const ScoreScale& scale) const {
+    if (kExact || __builtin_expect(huge, 0)) subtract(s, scale.c);
   }
 
   // scores -> probabilities in place, added up in l: `count` columns of 8 from `first` on.
@@ -134,8 +150,11 @@ struct Softmax {
     const float c = scale.c;
 #pragma unroll
     for (int b = 0; b < kRowBlocks; ++b) {
-      const float base0 = huge ? 0.0f : base_of(m[b][0], c);
-      const float base1 = huge ? 0.0f : base_of(m[b][1], c);
+      float base0 = base_of(m[b][0], c), base1 = base_of(m[b][1], c);
+      if (kExact || huge) {
+        if (is_far(m[b][0], c)) base0 = 0;
+        if (is_far(m[b][1], c)) base1 = 0;
+      }
 #pragma unroll
       for (int n = first; n < first + count; ++n) {
         s[b][n][0] = ptx::exp2_approx(fmaf(s[b][n][0], c, -base0));
@@ -154,13 +173,24 @@ struct Softmax {
     return m == -INFINITY ? 0.0f : __fmul_rn(m, c);
   }
 
+  // Whether weights of a row with this m are taken from differences.
+  __device__ __forceinline__ static bool is_far(float m, float c) {
+    return kExact || fabsf(base_of(m, c)) > kHuge;
+  }
+
+  // A score of this thread above it asks for a higher m.
+  __device__ __forceinline__ float threshold(int b, int h, const ScoreScale& scale) const {
+    const float slack = fminf(fmaxf(ptx::log2_approx(l[b][h]) + 1, 0.0f), 8.0f);
+    return fmaf(slack, scale.inverse, m[b][h]);
+  }
+
   template <int kColumns>
-  __device__ __forceinline__ void subtract(float (&s)[kRowBlocks][kColumns][4]) const {
+  __device__ __forceinline__ void subtract(float (&s)[kRowBlocks][kColumns][4], float c) const {
 #pragma unroll
     for (int b = 0; b < kRowBlocks; ++b) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float base = m[b][h] == -INFINITY ? 0.0f : m[b][h];
+        const float base = m[b][h] == -INFINITY || !is_far(m[b][h], c) ? 0.0f : m[b][h];
 #pragma unroll
         for (int n = 0; n < kColumns; ++n)
           s[b][n][2 * h] -= base, s[b][n][2 * h + 1] -= base;

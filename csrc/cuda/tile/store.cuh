@@ -10,11 +10,12 @@
 
 namespace flash_attn {
 
-// Partial results of splits in the workspace: out (splits, rows, partial_columns), then lse
-// (splits, rows); a row is an element of lse.
+// Partial results of splits in the workspace: out (splits, rows, partial_columns), then of each row
+// (splits, rows) m and l, apart since their lse would lose log l where m is huge. A row is an
+// element of lse.
 struct PartialResult {
   float* out = nullptr;  // null: there is one split
-  float* lse = nullptr;
+  float2* sums = nullptr;
   int64_t rows = 0;
 };
 
@@ -30,9 +31,13 @@ FA_HD int64_t lse_rows(const AttnParams& p) {
 }
 
 struct RowEnd {
-  float lse;
+  float m, l;
   float factor;  // of the accumulators
 };
+
+__device__ __forceinline__ float lse_of(float m, float l) {
+  return l == 0 ? -INFINITY : m + ptx::log2_approx(l) * 0.6931471805599453f;
+}
 
 // A row with maximum m (natural units) and sum l of the weights exp(s - m). The sink is one more
 // logit without a value; it belongs to one split.
@@ -50,8 +55,7 @@ finish_row(const AttnParams& p, int head, bool with_sink, float m, float l) {
       m = most;
     }
   }
-  if (l == 0) return {-INFINITY, 0.0f};
-  return {m + ptx::log2_approx(l) * 0.6931471805599453f, factor * ptx::reciprocal_approx(l)};
+  return {m, l, l == 0 ? 0.0f : factor * ptx::reciprocal_approx(l)};
 }
 
 // This thread's columns below `dim` of row h of a 16-row block -> a partial row.
