@@ -117,7 +117,7 @@ struct Softmax {
         far |= is_far(most[b][h], c);
       }
     }
-    huge = huge || __any_sync(0xffffffffu, far);
+    if constexpr (!kExact) huge = huge || __any_sync(0xffffffffu, far);
 #pragma unroll
     for (int b = 0; b < kRowBlocks; ++b) {
 #pragma unroll
