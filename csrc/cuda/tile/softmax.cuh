@@ -150,11 +150,8 @@ struct Softmax {
     const float c = scale.c;
 #pragma unroll
     for (int b = 0; b < kRowBlocks; ++b) {
-      float base0 = base_of(m[b][0], c), base1 = base_of(m[b][1], c);
-      if (kExact || huge) {
-        if (is_far(m[b][0], c)) base0 = 0;
-        if (is_far(m[b][1], c)) base1 = 0;
-      }
+      const float base0 = kExact || (huge && is_far(m[b][0], c)) ? 0.0f : base_of(m[b][0], c);
+      const float base1 = kExact || (huge && is_far(m[b][1], c)) ? 0.0f : base_of(m[b][1], c);
 #pragma unroll
       for (int n = first; n < first + count; ++n) {
         s[b][n][0] = ptx::exp2_approx(fmaf(s[b][n][0], c, -base0));
