@@ -81,7 +81,7 @@ __device__ __forceinline__ void find_weights(OrderedBlock<Tile, QueriesDown>& bl
     huge |= fabsf(own_lse[h]) > kHugeLse && own_lse[h] != -INFINITY;
   }
   huge = __syncthreads_or(huge);
-  Softmax<1> softmax;
+  Softmax<float, 1> softmax;
   if (huge) {
     float none[1][1][4] = {};
     block.walk(false, [&](const WalkStep& step, int stage) {
