@@ -56,8 +56,8 @@ def results(q, k, v, dout, **options):
     bias = options.get("attn_bias")
     if bias is not None:
         options["attn_bias"] = bias.detach().requires_grad_()
-        leaves.append(options["attn_bias"])
     out, lse = flash_attn_func(*leaves, return_lse=True, deterministic=True, **options)
+    leaves += [options["attn_bias"]] if bias is not None else []
     return out, lse, *torch.autograd.grad(out, leaves, dout)
 
 

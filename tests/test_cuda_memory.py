@@ -293,11 +293,11 @@ def test_memory_is_linear(feature):
 
 
 def test_memory_of_65536_tokens():
-    """As FlashAttention-2 and cuDNN, 904 MiB: out, dout, dq, dk, dv, one fp32 accumulator of dq,
-    lse and delta."""
+    """Out, dout, dq, dk and dv are 640 MiB; with one fp32 accumulator of dq, lse and delta it is
+    the 904 of FlashAttention-2 and cuDNN."""
     for causal in (False, True):
         peak = training_step(65_536, heads=16, causal=causal) / 2**20
-        assert 700 < peak <= 920, peak
+        assert 640 < peak <= 920, peak
 
 
 def test_memory_of_the_forward():
