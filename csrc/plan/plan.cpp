@@ -65,7 +65,11 @@ void plan_cuda(Plan& plan, const AttnParams& p, const DeviceInfo& device) {
     plan.blocks = slot_count(p.seq_q, p.batch, p.seqlen_q, plan.group, plan.block_m) *
                   (p.heads_q / plan.group) * plan.num_splits;
   } else if (row.pass == Pass::kBackward) {
-    plan.blocks = slot_count(p.seq_k, p.batch, p.seqlen_k, 1, plan.block_n) * p.heads_k;
+    // The fp32 kernels know no slices.
+    if (row.dtype != DType::kF32)
+      plan.num_splits = cuda_backward_splits(p, plan.block_m, plan.block_n, device);
+    plan.blocks =
+        slot_count(p.seq_k, p.batch, p.seqlen_k, 1, plan.block_n) * p.heads_k * plan.num_splits;
   }
   if (row.shared_bytes != nullptr) {
     plan.shared_bytes = row.shared_bytes(p, plan.block_m, plan.num_splits);

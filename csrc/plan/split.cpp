@@ -137,4 +137,16 @@ int cuda_forward_splits(const AttnParams& p,
   return static_cast<int>(best);
 }
 
+int cuda_backward_splits(const AttnParams& p, int block_m, int block_n, const DeviceInfo& device) {
+  constexpr int64_t kLeastSteps = 4;
+  const bool packed = p.seq_k.cu_seqlens != nullptr;
+  const int64_t keys =
+      packed ? ceil_div(p.seq_k.total, int64_t{max_of(p.batch, 1)}) : int64_t{p.seqlen_k};
+  const int64_t tasks = ceil_div(keys, int64_t{block_n}) * p.batch * p.heads_k;
+  if (tasks == 0) return 1;
+  const int64_t tiles = sequence_tiles(p, block_m, 1), steps = tiles * p.group_size();
+  const int64_t most = min_of(tiles, steps / kLeastSteps);
+  return static_cast<int>(max_of(int64_t{1}, min_of(device.sm_count / tasks, most)));
+}
+
 }  // namespace flash_attn

@@ -44,4 +44,12 @@ int cuda_forward_splits(const AttnParams& params,
                         int resident,
                         const DeviceInfo& device);
 
+// ---- CUDA backward: slices of the query tiles that meet a tile of keys, where tiles of keys alone
+// leave multiprocessors without work. A slice keeps a few steps, since it writes a partial dk and
+// dv.
+int cuda_backward_splits(const AttnParams& params,
+                         int block_m,
+                         int block_n,
+                         const DeviceInfo& device);
+
 }  // namespace flash_attn

@@ -187,9 +187,30 @@ void test_cuda_bounds() {
   }
 }
 
+void test_cuda_backward() {
+  DeviceInfo device;
+  device.sm_count = 132;
+  const auto splits = [&](const AttnParams& p) { return cuda_backward_splits(p, 64, 128, device); };
+  CHECK_EQ(splits(problem(8, 16, 16, 2048, 2048)), 1);  // the tiles of keys fill the device
+  CHECK_EQ(splits(problem(1, 2, 2, 2048, 2048)), 4);    // 32 tiles of keys
+  CHECK_EQ(splits(problem(1, 8, 1, 8192, 128)), 128);   // one tile, met by 128 of each head
+  CHECK_EQ(splits(problem(1, 8, 8, 1, 128)), 1);        // a step a head
+  CHECK_EQ(splits(problem(1, 1, 1, 1024, 128)), 4);     // of four steps
+  CHECK_EQ(splits(problem(1, 1, 1, 0, 128)), 1);
+  CHECK_EQ(splits(problem(0, 8, 8, 128, 128)), 1);
+  CHECK_EQ(splits(problem(2, 0, 0, 128, 128)), 1);
+  CHECK_EQ(splits(problem(2, 8, 8, 128, 0)), 1);
+  AttnParams packed = problem(4, 2, 2, 4096, 4096);  // four sequences of 1,024
+  const int32_t some = 0;
+  packed.seq_q.cu_seqlens = packed.seq_k.cu_seqlens = &some;
+  packed.seq_q.total = packed.seq_k.total = 4096;
+  CHECK_EQ(splits(packed), 2);
+}
+
 }  // namespace
 
 void test_split() {
+  test_cuda_backward();
   test_cuda_table();
   test_cuda_bounds();
   test_balanced_table();
