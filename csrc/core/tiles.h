@@ -29,6 +29,17 @@ struct QTile {
   int bits;
 };
 
+// The largest divisor of a mask's `block` that is at most `tile`: a block is whole tiles. 0: no
+// mask.
+FA_HD int tile_within(int block, int tile) {
+  if (block <= 0) return tile;
+  int size = min_of(block, tile);
+  while (block % size != 0) {
+    --size;
+  }
+  return size;
+}
+
 // A few registers, depending on nothing but the problem and the fixed side: two warps that each own
 // one walk in step.
 class TileWalk {

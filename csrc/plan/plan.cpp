@@ -3,22 +3,13 @@
 
 #include "core/seqlen.h"
 #include "core/slots.h"
+#include "core/tiles.h"
 #include "plan/select.h"
 #include "plan/split.h"
 
 namespace flash_attn {
 
 namespace {
-
-// The largest divisor of `block` that is at most `tile`: a block of the mask is whole tiles.
-int tile_within(int block, int tile) {
-  if (block <= 0) return tile;
-  int size = min_of(block, tile);
-  while (block % size != 0) {
-    --size;
-  }
-  return size;
-}
 
 // A forward tile of fewer rows where the row's own would leave threads without work; down to
 // kLeastRows.

@@ -15,7 +15,7 @@ namespace flash_attn {
 struct Plan {
   const KernelRow* row = nullptr;  // null: nothing fits, `reasons` says why
   int block_m = 0, block_n = 0;    // tiles, at most the row's; divide the block mask's blocks
-  int num_splits = 1;              // slices of the key range; CUDA backward: of the query tiles
+  int num_splits = 1;              // slices of the key range; CUDA backward: of the query side
   int group = 1;                   // query heads that share a tile (core/rows.h)
   int64_t blocks = 0;              // of the grid of a CUDA forward or backward kernel
   int workers = 1;                 // CPU threads that take tasks

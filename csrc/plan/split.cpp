@@ -144,9 +144,10 @@ int cuda_backward_splits(const AttnParams& p, int block_m, int block_n, const De
       packed ? ceil_div(p.seq_k.total, int64_t{max_of(p.batch, 1)}) : int64_t{p.seqlen_k};
   const int64_t tasks = ceil_div(keys, int64_t{block_n}) * p.batch * p.heads_k;
   if (tasks == 0) return 1;
-  const int64_t tiles = sequence_tiles(p, block_m, 1), steps = tiles * p.group_size();
-  const int64_t most = min_of(tiles, steps / kLeastSteps);
-  return static_cast<int>(max_of(int64_t{1}, min_of(device.sm_count / tasks, most)));
+  const int64_t tiles = sequence_tiles(p, block_m, 1), group = p.group_size();
+  int64_t splits = min_of(device.sm_count / tasks, tiles * group / kLeastSteps);
+  if (splits > group) splits = splits / group * group;
+  return static_cast<int>(max_of(int64_t{1}, splits));
 }
 
 }  // namespace flash_attn

@@ -44,7 +44,8 @@ int cuda_forward_splits(const AttnParams& params,
                         int resident,
                         const DeviceInfo& device);
 
-// ---- CUDA backward: slices of the query tiles that meet a tile of keys, where tiles of keys alone
+// ---- CUDA backward: slices of the query heads that read a tile of keys and, if there are
+// more slices than heads, of each head's query tiles, where tiles of keys alone
 // leave multiprocessors without work. A slice keeps a few steps, since it writes a partial dk and
 // dv.
 int cuda_backward_splits(const AttnParams& params,

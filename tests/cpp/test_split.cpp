@@ -193,9 +193,13 @@ void test_cuda_backward() {
   const auto splits = [&](const AttnParams& p) { return cuda_backward_splits(p, 64, 128, device); };
   CHECK_EQ(splits(problem(8, 16, 16, 2048, 2048)), 1);  // the tiles of keys fill the device
   CHECK_EQ(splits(problem(1, 2, 2, 2048, 2048)), 4);    // 32 tiles of keys
-  CHECK_EQ(splits(problem(1, 8, 1, 8192, 128)), 128);   // one tile, met by 128 of each head
-  CHECK_EQ(splits(problem(1, 8, 8, 1, 128)), 1);        // a step a head
-  CHECK_EQ(splits(problem(1, 1, 1, 1024, 128)), 4);     // of four steps
+  CHECK_EQ(splits(problem(1, 8, 1, 8192, 128)), 128);   // one tile: 16 slices of each head
+  CHECK_EQ(splits(problem(1, 3, 1, 8192, 128)), 96);    // 32, of four steps
+  CHECK_EQ(splits(problem(1, 66001, 1, 2, 5)), 132);    // of 500 heads
+  CHECK_EQ(splits(problem(1, 5, 1, 64, 128)), 1);       // five steps
+  CHECK_EQ(splits(problem(1, 8, 1, 64, 128)), 2);
+  CHECK_EQ(splits(problem(1, 8, 8, 1, 128)), 1);     // a step a head
+  CHECK_EQ(splits(problem(1, 1, 1, 1024, 128)), 4);  // of four steps
   CHECK_EQ(splits(problem(1, 1, 1, 0, 128)), 1);
   CHECK_EQ(splits(problem(0, 8, 8, 128, 128)), 1);
   CHECK_EQ(splits(problem(2, 0, 0, 128, 128)), 1);

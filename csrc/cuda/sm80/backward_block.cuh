@@ -45,9 +45,10 @@ struct BackwardGrid {
   // found a huge one: {m, 1 / l}, in the layout of lse; m is +inf where a row saw nothing.
   const BackwardFindings* findings;
   const float2* rows;
-  // Slices of the query tiles, when the keys alone make too few blocks: each writes its sum to
-  // (splits, rows of keys, columns), laid out as dq_accum is. A row is (batch, row, head_k).
-  int splits;
+  // Slices, of the query heads and then of their query tiles, when the keys alone make too few
+  // blocks: each writes its sum to (splits, rows of keys, columns), laid out as dq_accum is. A row
+  // is (batch, row, head_k).
+  int splits, tile_splits;  // of all; of the tiles of one head
   float *dk_partial, *dv_partial;
 };
 
@@ -69,7 +70,7 @@ struct BackwardState {
   SeqInfo seq;
   Mask mask;
   int batch, head_k, key_begin, key_end;
-  int split;
+  int split, tile_split;
   bool q_whole, dout_whole;  // rows are aligned (copies_whole_chunks)
   bool huge, poison;         // BackwardFindings
   int head, head_end;        // query heads still to come: [head, head_end)
@@ -90,19 +91,30 @@ struct BackwardState {
         key_begin(key),
         key_end(min(key + grid.block_n, s.k_len)),
         split(split_),
+        tile_split(split_ % grid.tile_splits),
         q_whole(copies_whole_chunks<Element>(p.q)),
         dout_whole(copies_whole_chunks<Element>(p.grad.dout)),
         huge(grid.findings->huge_lse != 0),
         poison(grid.findings->empty_row_poisoned != 0),
-        head(head_ * p.group_size()),
-        head_end(head + p.group_size()),
+        head(first_head(p, grid, head_, split_ / grid.tile_splits)),
+        head_end(first_head(p, grid, head_, split_ / grid.tile_splits + 1)),
         tiles(begin_head(p, grid)) {}
+
+  // Of a slice of the heads that read a key head.
+  __device__ __forceinline__ static int first_head(const AttnParams& p,
+                                                   const BackwardGrid& grid,
+                                                   int head_k,
+                                                   int slice) {
+    const int slices = grid.splits / grid.tile_splits;
+    return head_k * p.group_size() + static_cast<int>(int64_t{slice} * p.group_size() / slices);
+  }
 
   __device__ __forceinline__ QTiles begin_head(const AttnParams& p, const BackwardGrid& grid) {
     q = seq.q_offset(p.q, 0, head);
     dout = seq.q_offset(p.grad.dout, 0, head);
     line = seq.lse_offset(p, head, 0);
-    return QTiles(p, seq, batch, head, key_begin, key_end, grid.block_m, split, grid.splits);
+    return QTiles(p, seq, batch, head, key_begin, key_end, grid.block_m, tile_split,
+                  grid.tile_splits);
   }
 
   // Into steps[to]. A tile of block_m x block_n is as large as the kernel's own.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // dK, dV and the sum of dQ in 16 bits (backward_block.cuh), and dq from that sum, or dk and dv
-// where the query tiles were split (support/backward_finish.cuh).
+// where they were made in slices (support/backward_finish.cuh).
 #pragma once
 
 #include <new>
@@ -79,7 +79,8 @@ cudaError_t launch_main_kernel(const AttnParams& p,
   grid.block_n = plan.block_n;
   grid.findings = work.findings;
   grid.rows = work.rows;
-  grid.splits = plan.num_splits;
+  grid.tile_splits = max_of(1, plan.num_splits / p.group_size());
+  grid.splits = grid.tile_splits * min_of(plan.num_splits, p.group_size());
   grid.dk_partial = work.dk_partial;
   grid.dv_partial = work.dv_partial;
   cudaError_t error = launch_shared(backward_kernel<Element, Tile>, slots * p.heads_k * grid.splits,

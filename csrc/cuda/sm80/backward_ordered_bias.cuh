@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// dbias. A block owns a tile of the bias' own elements and goes through what
-// broadcasts to them (batch, heads, tiles of rows or columns) in a fixed order, recomputing P and
-// dP; dbias is written once.
+// dbias. A block owns a tile of the bias' own elements and goes through what broadcasts to them
+// (batch, heads, tiles of rows or columns) in a fixed order, recomputing P and dP; dbias is written
+// once.
 #pragma once
 
 #include "cuda/launch.h"
@@ -12,7 +12,7 @@ namespace flash_attn::sm80 {
 // The room of the walked tiles, in one stage.
 template <class Tile>
 struct OrderedBiasTile : OrderedTile<typename Tile::Element, typename Tile::N> {
-  static constexpr int kKeys = min_of(Tile::kWalk * Tile::kStages, 32);
+  static constexpr int kKeys = min_of(Tile::kWalk * Tile::kStages, 128 / Tile::kBytes);
 };
 
 // The grid, along x: column tiles, row tiles, heads, batches of the bias; 1 where it broadcasts.
@@ -124,7 +124,6 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
                 const __grid_constant__ OrderedGrid rows,
                 const __grid_constant__ BiasGrid grid) {
   extern __shared__ __align__(1024) uint8_t smem[];
-  using State = OrderedState<Tile, QueriesDown>;
   OrderedBlock<Tile, QueriesDown> block(p, rows, smem);
   const Gradients& grad = p.grad;
   int x = blockIdx.x;
@@ -136,6 +135,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
   const Extent queries(grad.dbias_row == 0, row_tile, grid.own, p.seqlen_q);
   const Extent keys(grad.dbias_col == 0, column_tile, grid.keys, p.seqlen_k);
 
+  if (threadIdx.x == 0) block.state.huge = rows.findings->huge_lse != 0;
   float sums[1][Tile::kKeys / 8][4] = {};
   BiasStep at;
   for (at.batch = batches.begin; at.batch < batches.end; ++at.batch) {
@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
           if (!find_tile(p, seq, grid, at, step)) continue;
           if (threadIdx.x == 0) {
             const int end = min(at.query + grid.own, seq.q_len);
-            new (&block.state) State(p, seq, at.batch, at.query, end, at.head, 1, rows);
+            block.state.own(p, seq, at.batch, at.query, end, at.head);
           }
           step.full = step.full && step.end - step.begin == Tile::kKeys;
           __syncthreads();

@@ -93,6 +93,18 @@ struct OrderedState {
         head_end(first_head + heads),
         tiles(p, s, b, first_head, begin_, end_, grid.walk) {}
 
+  // Other own rows, which are read with one query head, without a walk.
+  __device__ __forceinline__ void own(
+      const AttnParams& p, const SeqInfo& s, int b, int begin_, int end_, int head_) {
+    seq = s;
+    mask = Mask(p.mask, s);
+    batch = b;
+    head_k = head_ / p.group_size();
+    begin = begin_;
+    end = end_;
+    head_end = head_ + 1;
+  }
+
   __device__ __forceinline__ bool next(int& tile, WalkStep& step) {
     return tiles.walk.next(tile, step.full, step.bits);
   }
@@ -120,64 +132,6 @@ struct OrderedState {
 template <class Tile, class Layout>
 constexpr int ordered_smem_bytes() {
   return Tile::kStateAt + static_cast<int>(sizeof(OrderedState<Tile, Layout>));
-}
-
-// The largest divisor of a mask's `block` that is at most `tile`: a block is whole tiles. 0: no
-// mask.
-FA_HD int tile_within(int block, int tile) {
-  if (block <= 0) return tile;
-  int size = min_of(block, tile);
-  while (block % size != 0) {
-    --size;
-  }
-  return size;
-}
-
-// x -> cap tanh(x / cap), in 16 bits by tanh y = 1 - 2 / (e^2y + 1) of |y|.
-template <class Element>
-__device__ __forceinline__ void cap_score(float& x, float& slope, float cap) {
-  if constexpr (sizeof(Element) == 4) {
-    const float t = tanhf(x / cap);
-    x = cap * t;
-    slope = 1 - t * t;
-  } else {
-    const float twice = fabsf(x) * (2.885390082f / cap);  // 2 log2 e
-    const float inverse = ptx::reciprocal_approx(ptx::exp2_approx(twice) + 1);
-    x = copysignf(fmaf(-2 * cap, inverse, cap), x);
-    slope = 4 * inverse * (1 - inverse);
-  }
-}
-
-// q . k -> scores of the specification, in natural units; slope: d score / d (scale q . k).
-template <class Element, class Layout>
-__device__ __forceinline__ void exact_scores(
-    float (&x)[8], float (&slope)[8], const HeadFeatures& f, int query, int key) {
-  const AttnParams& p = f.p;
-  const float scale = static_cast<float>(p.softmax_scale), cap = static_cast<float>(p.softcap);
-#pragma unroll
-  for (int e = 0; e < 8; ++e) {
-    x[e] *= scale;
-    slope[e] = 1;
-  }
-  if (cap > 0) {
-#pragma unroll
-    for (int e = 0; e < 8; ++e)
-      cap_score<Element>(x[e], slope[e], cap);
-  }
-  if (p.alibi.slopes != nullptr) {
-    const float alibi = p.alibi.slopes[f.batch * p.alibi.batch + f.head];
-#pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      const int away = query + Layout::query(e) + f.distance - key - Layout::key(e);
-      x[e] -= alibi * static_cast<float>(abs(away));
-    }
-  }
-  if (p.bias.ptr == nullptr) return;
-  float bias[8];
-  load_bias<Layout>(bias, f, query, key);
-#pragma unroll
-  for (int e = 0; e < 8; ++e)
-    x[e] = bias[e] == -INFINITY ? -INFINITY : x[e] + bias[e];
 }
 
 template <class Tile, class Layout>

@@ -7,6 +7,7 @@
 
 #include "core/mask.h"
 #include "core/philox.h"
+#include "cuda/ptx/math.cuh"
 #include "cuda/tile/fragment.cuh"
 
 namespace flash_attn {
@@ -132,6 +133,53 @@ __device__ __forceinline__ void load_bias(float (&to)[8],
     read_bias<Layout>(to, f, query, key,
                       [=](int64_t at) { return static_cast<const float*>(ptr)[at]; });
   }
+}
+
+// x -> cap tanh(x / cap), in 16 bits by tanh y = 1 - 2 / (e^2y + 1) of |y|.
+template <class Element>
+__device__ __forceinline__ void cap_score(float& x, float& slope, float cap) {
+  if constexpr (sizeof(Element) == 4) {
+    const float t = tanhf(x / cap);
+    x = cap * t;
+    slope = 1 - t * t;
+  } else {
+    const float twice = fabsf(x) * (2.885390082f / cap);  // 2 log2 e
+    const float inverse = ptx::reciprocal_approx(ptx::exp2_approx(twice) + 1);
+    x = copysignf(fmaf(-2 * cap, inverse, cap), x);
+    slope = 4 * inverse * (1 - inverse);
+  }
+}
+
+// q . k -> scores of the specification, in natural units; slope: d score / d (scale q . k).
+template <class Element, class Layout>
+__device__ __forceinline__ void exact_scores(
+    float (&x)[8], float (&slope)[8], const HeadFeatures& f, int query, int key) {
+  const AttnParams& p = f.p;
+  const float scale = static_cast<float>(p.softmax_scale), cap = static_cast<float>(p.softcap);
+#pragma unroll
+  for (int e = 0; e < 8; ++e) {
+    x[e] *= scale;
+    slope[e] = 1;
+  }
+  if (cap > 0) {
+#pragma unroll
+    for (int e = 0; e < 8; ++e)
+      cap_score<Element>(x[e], slope[e], cap);
+  }
+  if (p.alibi.slopes != nullptr) {
+    const float alibi = p.alibi.slopes[f.batch * p.alibi.batch + f.head];
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      const int away = query + Layout::query(e) + f.distance - key - Layout::key(e);
+      x[e] -= alibi * static_cast<float>(abs(away));
+    }
+  }
+  if (p.bias.ptr == nullptr) return;
+  float bias[8];
+  load_bias<Layout>(bias, f, query, key);
+#pragma unroll
+  for (int e = 0; e < 8; ++e)
+    x[e] = bias[e] == -INFINITY ? -INFINITY : x[e] + bias[e];
 }
 
 // ---- dropout
