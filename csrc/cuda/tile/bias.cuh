@@ -120,10 +120,11 @@ __device__ __forceinline__ void add_bias_as(float (&s)[kRowBlocks][kColumns][4],
   constexpr int kAlign = min_of(16, Row::Order::kRun * kBytes);
   const int64_t bits = reinterpret_cast<int64_t>(bias.ptr) |
                        (bias.batch | bias.head | bias.row | key) * int64_t{kBytes};
-  const bool inside = bias.col == 1 && key + 8 * kColumns < end;
-  const BiasLayout layout = inside && bits % kAlign == 0 ? BiasLayout::kAligned
-                            : inside                     ? BiasLayout::kRuns
-                                                         : BiasLayout::kAny;
+  // load_runs reads whole words.
+  const int past = key + 8 * kColumns + (bits % kAlign == 0 ? 0 : 4 / kBytes - 1);
+  const BiasLayout layout = bias.col != 1 || past > end ? BiasLayout::kAny
+                            : bits % kAlign == 0        ? BiasLayout::kAligned
+                                                        : BiasLayout::kRuns;
   const int first = key + Row::Order::thread_key();
   constexpr int kTogether = kBytes == 4 ? 1 : 2;  // rows, by registers
 #pragma unroll
