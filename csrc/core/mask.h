@@ -83,11 +83,11 @@ struct Mask {
   FA_HD static TileRange tiles(int first_a, int first_b, int end_a, int end_b, int block) {
     if (first_a >= end_b) return {};
     TileRange range;
-    range.begin = first_a / block;
-    range.end = (end_b - 1) / block + 1;
-    const int full_begin = first_b / block + (first_b % block != 0);
+    range.begin = quotient(first_a, block);
+    range.end = quotient(end_b - 1, block) + 1;
+    const int before = quotient(first_b, block), full_begin = before + (before * block != first_b);
     range.full_begin = clamp_to(full_begin, range.begin, range.end);
-    range.full_end = clamp_to(end_a / block, range.full_begin, range.end);
+    range.full_end = clamp_to(quotient(end_a, block), range.full_begin, range.end);
     return range;
   }
 };

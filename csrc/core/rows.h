@@ -18,8 +18,8 @@ struct PackedRows {
 
   FA_HD int64_t rows(int q_len) const { return int64_t{q_len} * group; }
   FA_HD int position(int64_t r) const { return static_cast<int>(quotient(r, group)); }
-  FA_HD int position(int r) const { return group == 1 ? r : r / group; }
-  FA_HD int head(int r) const { return group == 1 ? head_first : head_first + r % group; }
+  FA_HD int position(int r) const { return quotient(r, group); }
+  FA_HD int head(int r) const { return head_first + r - quotient(r, group) * group; }
   FA_HD int head(int64_t r) const {
     return head_first + static_cast<int>(r - quotient(r, group) * group);
   }

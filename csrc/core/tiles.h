@@ -62,8 +62,8 @@ class TileWalk {
       int64_t found = position_;
       bits = -1;
       if (index_ != nullptr) {
-        const int entry = position_ / ratio_;
-        found = int64_t{index_[entry]} * ratio_ + position_ % ratio_;
+        const int entry = quotient(position_, ratio_);
+        found = int64_t{index_[entry]} * ratio_ + (position_ - entry * ratio_);
         if (found < range_.begin || found >= range_.end) continue;
         if (bits_ != nullptr) bits = bits_[entry];
       }
@@ -74,6 +74,11 @@ class TileWalk {
     return false;
   }
 
+  // Tiles from here on are full and follow each other down to this one: of a range, not of a list.
+  FA_HD int full_down_to() const {
+    return index_ != nullptr ? kMaxTiles : max_of(range_.full_begin, stop_);
+  }
+
   // All that next() changes: a walk may be kept elsewhere and taken up again.
   FA_HD int position() const { return position_; }
   FA_HD void resume(int position) { position_ = position; }
@@ -82,7 +87,7 @@ class TileWalk {
   static constexpr int kMaxTiles = 0x7fffffff;
 
   FA_HD void slice(int begin, int count, int split, int num_splits) {
-    const int each = static_cast<int>(quotient(count, num_splits));
+    const int each = quotient(count, num_splits);
     const int more = count - each * num_splits;
     stop_ = begin + split * each + min_of(split, more);
     position_ = stop_ + each + (split < more ? 1 : 0);

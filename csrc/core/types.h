@@ -24,10 +24,25 @@ template <class T>
 FA_HD constexpr T ceil_div(T a, T b) {
   return (a + b - 1) / b;
 }
-// a / b for non-negative a and positive b. GPUs divide 64-bit numbers by a long subroutine, and
-// nearly all of these quotients are by 1 or small.
+// The exponent of a power of two.
+FA_HD int exponent_of(uint32_t power) {
+#if defined(__CUDA_ARCH__)
+  return __ffs(static_cast<int>(power)) - 1;
+#else
+  int e = 0;
+  while (power >>= 1)
+    ++e;
+  return e;
+#endif
+}
+
+// a / b for non-negative a and positive b. Division is a long computation on GPUs, of 64-bit
+// numbers a subroutine, and nearly all divisors here are powers of two.
+FA_HD int quotient(int a, int b) {
+  return (b & (b - 1)) == 0 ? a >> exponent_of(static_cast<uint32_t>(b)) : a / b;
+}
 FA_HD int64_t quotient(int64_t a, int b) {
-  if (b == 1) return a;
+  if ((b & (b - 1)) == 0) return a >> exponent_of(static_cast<uint32_t>(b));
   if ((a >> 32) == 0) return static_cast<uint32_t>(a) / static_cast<uint32_t>(b);
   return a / b;
 }

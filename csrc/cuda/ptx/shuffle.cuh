@@ -16,4 +16,12 @@ __device__ __forceinline__ float shuffle_xor(float value, int mask) {
   return r;
 }
 
+// mov from %tid.x, "Special Registers: %tid". threadIdx.x, asked for anew: what is computed from it
+// stays where it is written, and does not wait in registers through the loop around.
+__device__ __forceinline__ int thread_index() {
+  int r;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(r));
+  return r;
+}
+
 }  // namespace flash_attn::ptx

@@ -38,10 +38,93 @@ __device__ __forceinline__ void finish_scores(float (&s)[kRowBlocks][kColumns][4
   if constexpr (kScore == Score::kGeneral) {
     if (grid.features) apply_features<Element, Order>(s, p, warp, state.seq, state.task.batch, key);
   }
-  TileMask<ceil_div(kColumns, 4)> hidden(p.pages, state.task.batch, key, grid.block_n,
-                                         state.tiles[stage].bits);
-  if (hidden.some(8 * kColumns) || !state.sees_all(threadIdx.x / 32, key, 8 * kColumns))
-    apply_mask<Order>(s, p.mask, warp, hidden);
+  const int bits = state.tiles[stage].bits;
+  const bool whole = state.sees_all(threadIdx.x / 32, key, 8 * kColumns);
+  if (bits < 0 && p.pages.table == nullptr && grid.block_n == 8 * kColumns) {
+    if (!whole) apply_window<Order>(s, warp, key);
+    return;
+  }
+  TileMask<ceil_div(kColumns, 4)> hidden(p.pages, state.task.batch, key, grid.block_n, bits);
+  if (hidden.some(8 * kColumns) || !whole) apply_mask<Order>(s, p.mask, warp, hidden);
+}
+
+// Where a warp reads its operands: lane addresses in Q, and in stage 0 of K and V.
+struct WarpOperands {
+  uint32_t q, k, v;
+};
+
+// 5. out += P V for the tile at v, P where the scores were.
+template <class Element, class Tile, int kRowBlocks, int kColumns>
+__device__ __forceinline__ void add_values(float (&out)[kRowBlocks][Tile::kHeadDimV / 8][4],
+                                           const float (&s)[kRowBlocks][kColumns][4],
+                                           uint32_t v) {
+  if constexpr (sizeof(Element) == 4) {
+    warp_multiply_add<Tile::kBlockN>(out, s, v);
+  } else {
+    const auto weights = [&](uint32_t(&a)[kRowBlocks][4], int step) {
+#pragma unroll
+      for (int b = 0; b < kRowBlocks; ++b)
+        to_operand<Element>(a[b], s[b][2 * step], s[b][2 * step + 1]);
+    };
+    warp_matmul_pv<Element, Tile::kHeadDimV, Tile::kBlockN, Tile::kBlockN>(out, weights, v);
+  }
+}
+
+// 2 to 5 for as long as the tile after this one hides nothing and lies evenly in memory: nearly all
+// tiles of nearly all problems, in as few instructions as they need. The full tile in `stage` has
+// arrived; the one that is left there has not, and position is kWalked when none is left. False
+// when the caller has to take the tile itself.
+template <class Element, class Tile, int kRowBlocks>
+__device__ __forceinline__ bool whole_tiles(const AttnParams& p,
+                                            const ForwardGrid& grid,
+                                            ForwardState<Element, Tile>& state,
+                                            int& position,
+                                            int& stage,
+                                            const WarpOperands& at,
+                                            uint32_t k_smem,
+                                            float (&out)[kRowBlocks][Tile::kHeadDimV / 8][4],
+                                            Softmax<Element, kRowBlocks>& softmax) {
+  constexpr int kThreads = Tile::kWarps * 32, kBlockN = Tile::kBlockN;
+  constexpr uint32_t kKBytes = sizeof(Element) * kBlockN * Tile::kHeadDim;
+  constexpr uint32_t kVBytes = sizeof(Element) * kBlockN * Tile::kHeadDimV;
+  const int column0 = state.task.slice * Tile::kHeadDimV, low = state.full_low;
+  const WholeTiles<Element, kBlockN, Tile::kHeadDim, kThreads> k_tiles(state.keys.k, p.k.row,
+                                                                       p.head_dim);
+  const WholeTiles<Element, kBlockN, Tile::kHeadDimV, kThreads> v_tiles(
+      state.keys.v + column0, p.v.row, p.head_dim_v - column0);
+  const KeptQueries<Tile::kKept, kRowBlocks, Tile::kBlockM> kept(at.q);
+  bool any = false;
+  while (true) {
+    KvTile next = {position - 1, true, -1};
+    int from = position - 1;  // its position
+    bool more = true;
+    if (from < low) {
+      KvTiles walk = state.walk;
+      walk.walk.resume(position);
+      more = walk.next(next);
+      if (more && !next.full) return any;
+      from = more ? walk.walk.position() : kWalked;
+    }
+    if (any) {
+      ptx::copy_async_wait<0>();
+      __syncthreads();
+    }
+    if (more) {
+      k_tiles.load(k_smem + (stage ^ 1) * kKBytes, int64_t{next.n} * kBlockN);
+      v_tiles.load(k_smem + 2 * kKBytes + (stage ^ 1) * kVBytes, int64_t{next.n} * kBlockN);
+      ptx::copy_async_commit();
+      if (threadIdx.x == 0) state.tiles[stage ^ 1] = next;
+    }
+    float s[kRowBlocks][kBlockN / 8][4];
+    warp_matmul_qk<Element, Tile::kHeadDim, kBlockN, kBlockN, Tile::kBlockM, Tile::kAhead>(
+        s, kept, at.q, at.k + stage * kKBytes);
+    softmax.step(s, out, grid.scale);
+    add_values<Element, Tile>(out, s, at.v + stage * kVBytes);
+    position = from;
+    stage ^= 1;
+    any = true;
+    if (!more) return true;
+  }
 }
 
 template <class Element, class Tile, Score kScore>
@@ -78,21 +161,33 @@ __global__ void __launch_bounds__(Tile::kWarps * 32, blocks_per_sm<Tile>())
     load_v<Tile>(p, grid, keys, task.slice * kDimV, next.n, v_smem, order);
   }
   ptx::copy_async_commit();
-  fill_state(p, state, task, seq, walk, keys);
+  fill_state(p, grid, state, task, seq, walk, keys);
 
   const int warp_row = threadIdx.x / 32 * 16 * kRowBlocks;  // of the tile
-  const uint32_t q_lane = q_smem + warp_row * 128 + query_lane<Element>();
-  const uint32_t k_lane = k_smem + key_lane<Element>(), v_lane = v_smem + value_lane<Element>();
+  const WarpOperands at = {q_smem + warp_row * 128 + query_lane<Element>(),
+                           k_smem + key_lane<Element>(), v_smem + value_lane<Element>()};
   float out[kRowBlocks][kDimV / 8][4] = {};
   Softmax<Element, kRowBlocks> softmax;
 
-  bool first = true;
+  bool first = true;  // V of the first tile comes after its K
+  const auto wait_for_values = [] {
+    ptx::copy_async_wait<1>();
+    __syncthreads();
+  };
   for (int stage = 0; position != kWalked; stage ^= 1) {
     if (first)
       ptx::copy_async_wait<1>();
     else
       ptx::copy_async_wait<0>();
     __syncthreads();
+    if constexpr (kScore == Score::kPlain && sizeof(Element) == 2) {
+      if (!first && state.even && state.tiles[stage].full &&
+          whole_tiles<Element, Tile>(p, grid, state, position, stage, at, k_smem, out, softmax)) {
+        stage ^= 1;
+        continue;
+      }
+    }
+    KvTile next;
     if (next_tile(state, state.walk, position, next, stage ^ 1)) {
       load_k<Tile>(p, grid, state.keys, next.n, k_smem + (stage ^ 1) * kKBytes, order);
       load_v<Tile>(p, grid, state.keys, state.task.slice * kDimV, next.n,
@@ -102,27 +197,26 @@ __global__ void __launch_bounds__(Tile::kWarps * 32, blocks_per_sm<Tile>())
     const int key = state.tiles[stage].n * grid.block_n;
     // Rows of this warp that see nothing of the tile: under causal, half of the last tiles.
     const bool sees = state.sees(threadIdx.x / 32, key, grid.block_n);
+    if (!sees) {
+      if (first) wait_for_values();
+      first = false;
+      continue;
+    }
     const WarpRows warp = state.warp_rows(warp_row);
     float s[kRowBlocks][kColumns][4];
-    if (sees) {
-      if constexpr (sizeof(Element) == 4) {
-        warp_multiply_rows<kDim, kBlockM, kBlockN>(s, q_lane, k_lane + stage * kKBytes);
-      } else {
-        warp_matmul_qk<Element, kDim, kBlockN, kBlockN, kBlockM>(s, q_lane,
-                                                                 k_lane + stage * kKBytes);
-      }
-      if (kScore == Score::kGeneral && grid.by_thread) {
-        finish_scores<kScore, ByThread>(s, p, grid, state, warp, key, stage);
-      } else {
-        finish_scores<kScore, KeysInOrder>(s, p, grid, state, warp, key, stage);
-      }
+    if constexpr (sizeof(Element) == 4) {
+      warp_multiply_rows<kDim, kBlockM, kBlockN>(s, at.q, at.k + stage * kKBytes);
+    } else {
+      warp_matmul_qk<Element, kDim, kBlockN, kBlockN, kBlockM, Tile::kAhead>(
+          s, at.q, at.k + stage * kKBytes);
     }
-    if (first) {  // its V, which came after K
-      ptx::copy_async_wait<1>();
-      __syncthreads();
-      first = false;
+    if (first) wait_for_values();
+    first = false;
+    if (kScore == Score::kGeneral && grid.by_thread) {
+      finish_scores<kScore, ByThread>(s, p, grid, state, warp, key, stage);
+    } else {
+      finish_scores<kScore, KeysInOrder>(s, p, grid, state, warp, key, stage);
     }
-    if (!sees) continue;
     softmax.step(s, out, grid.scale);
     if constexpr (kScore == Score::kGeneral) {
       if (p.dropout.philox != nullptr && grid.by_thread) {
@@ -131,16 +225,7 @@ __global__ void __launch_bounds__(Tile::kWarps * 32, blocks_per_sm<Tile>())
         apply_dropout<KeysInOrder>(s, p, warp, state.task.batch, key);
       }
     }
-    if constexpr (sizeof(Element) == 4) {
-      warp_multiply_add<kBlockN>(out, s, v_lane + stage * kVBytes);
-    } else {
-      const auto weights = [&](uint32_t(&a)[kRowBlocks][4], int step) {
-#pragma unroll
-        for (int b = 0; b < kRowBlocks; ++b)
-          to_operand<Element>(a[b], s[b][2 * step], s[b][2 * step + 1]);
-      };
-      warp_matmul_pv<Element, kDimV, kBlockN, kBlockN>(out, weights, v_lane + stage * kVBytes);
-    }
+    add_values<Element, Tile>(out, s, at.v + stage * kVBytes);
   }
   ptx::copy_async_wait<0>();
   __syncthreads();
@@ -161,9 +246,14 @@ int launch_forward(const AttnParams& p, const Plan& plan, void* workspace, void*
   const bool features =
       kScore == Score::kGeneral && (p.softcap > 0 || p.alibi.slopes != nullptr ||
                                     p.bias.ptr != nullptr || !(p.softmax_scale > 1e-30));
+  const int run = static_cast<int>(ceil_div(slots, int64_t{p.batch}));
+  const int heads = p.heads_q / plan.group;
+  const bool causal = p.mask.window_right >= 0 && p.mask.window_left < 0;
   ForwardGrid grid = {slots,
-                      static_cast<int>(ceil_div(slots, int64_t{p.batch})),
-                      p.heads_q / plan.group,
+                      run,
+                      causal ? run / 2 : 0,
+                      static_cast<int>(ceil_div(slots, int64_t{run})) * heads,
+                      heads,
                       plan.num_splits,
                       ceil_div(p.head_dim_v, Tile::kHeadDimV),
                       plan.block_m,
@@ -179,8 +269,7 @@ int launch_forward(const AttnParams& p, const Plan& plan, void* workspace, void*
     grid.partial.sums = reinterpret_cast<float2*>(
         grid.partial.out + grid.partial.rows * plan.num_splits * partial_columns(p));
   }
-  const int64_t blocks =
-      round_up(grid.slots, int64_t{grid.run}) * grid.heads * grid.splits * grid.slices;
+  const int64_t blocks = int64_t{grid.lines} * grid.run * grid.splits * grid.slices;
   cudaStream_t on = static_cast<cudaStream_t>(stream);
   void (*kernel)(AttnParams, ForwardGrid);
   if constexpr (Tile::kPairs)

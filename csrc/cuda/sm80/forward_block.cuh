@@ -14,10 +14,12 @@ namespace flash_attn::sm80 {
 
 // The grid, along x: for each run of `run` slots (core/slots.h; of a dense problem the tiles of a
 // sequence), for each head, its tiles from the last to the first (under causal the longest come
-// first), its splits, the slices of out's columns. Blocks side by side share keys.
+// first), its splits, the slices of out's columns. Blocks side by side share keys. The first
+// `late` tiles of all runs come at the end, those of all heads side by side: under causal the short
+// half, which fills the multiprocessors that are done early.
 struct ForwardGrid {
   int64_t slots;
-  int run, heads, splits, slices;
+  int run, late, lines, heads, splits, slices;  // lines: pairs of a run and a head
   int block_m, block_n, group;
   PartialResult partial;
   // kGeneral only: scores have features, which make natural units of them, so that `scale` is 1;
@@ -35,12 +37,20 @@ struct ForwardTask {
     unsigned x = blockIdx.x;
     if (grid.slices > 1) slice = x % grid.slices, x /= grid.slices;
     if (grid.splits > 1) split = x % grid.splits, x /= grid.splits;
-    const int place = grid.run - 1 - x % grid.run;
-    x /= grid.run;
-    rows = PackedRows(grid.group, x % grid.heads);
-    TileSlot found = {static_cast<int>(x / grid.heads), place};
+    // Run and head as one number, and the slot's place in its run.
+    const unsigned early = grid.run - grid.late, lines = grid.lines;
+    unsigned line = x / early;
+    int place = grid.run - 1 - (x - line * early);
+    if (line >= lines) {
+      x -= lines * early;
+      line = x % lines;
+      place = grid.late - 1 - x / lines;
+    }
+    const int run = line / grid.heads;
+    rows = PackedRows(grid.group, line - run * grid.heads);
+    TileSlot found = {run, place};
     if (p.seq_q.cu_seqlens != nullptr) {
-      const int64_t slot = int64_t{found.batch} * grid.run + place;
+      const int64_t slot = int64_t{run} * grid.run + place;
       if (slot >= grid.slots) return;
       found = find_slot(p.seq_q, p.batch, p.seqlen_q, grid.group, grid.block_m, slot);
     }
@@ -87,6 +97,8 @@ struct ForwardState {
   KvTiles walk;
   KeySide<Element> keys;
   KvTile tiles[2];  // in the stages
+  bool even;        // keys lie evenly spaced, in whole chunks, and tiles have all kBlockN of them
+  int full_low;     // TileWalk::full_down_to
   WarpKeys warp_keys[Tile::kWarps];
   RowPlace rows[Tile::kBlockM];
 
@@ -169,6 +181,7 @@ __device__ __forceinline__ void store_result(const AttnParams& p,
 // What the block's threads look up. Needs a barrier before it is read.
 template <class Element, class Tile>
 __device__ __forceinline__ void fill_state(const AttnParams& p,
+                                           const ForwardGrid& grid,
                                            ForwardState<Element, Tile>& state,
                                            const ForwardTask& task,
                                            const SeqInfo& seq,
@@ -180,6 +193,9 @@ __device__ __forceinline__ void fill_state(const AttnParams& p,
     state.seq = seq;
     state.walk = walk;
     state.keys = keys;
+    state.even = p.pages.table == nullptr && keys.k_whole && keys.v_whole &&
+                 grid.block_n == Tile::kBlockN && (p.head_dim | p.head_dim_v) % kChunk == 0;
+    state.full_low = walk.walk.full_down_to();
   }
   const Mask mask(p.mask, seq);
   for (int r = threadIdx.x; r < Tile::kBlockM; r += Tile::kWarps * 32) {

@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(Tile::kWarps * 32, 1)
   KvTile next;
   if (next_tile(state, walk, position, next, 0)) load_k<Tile>(p, grid, keys, next.n, k_smem);
   ptx::copy_async_commit();
-  fill_state(p, state, task, seq, walk, keys);
+  fill_state(p, grid, state, task, seq, walk, keys);
 
   const WarpPair pair;
   const int pair_row = 32 * pair.id;  // of the tile
@@ -119,7 +119,8 @@ __global__ void __launch_bounds__(Tile::kWarps * 32, 1)
     ptx::copy_async_commit();
     const bool sees = state.sees(pair.id, state.tiles[turn].n * grid.block_n, grid.block_n);
     float s[kRowBlocks][kKeys / 8][4];
-    if (sees) warp_matmul_qk<Element, kDim, kKeys, kBlockN, kBlockM>(s, q_lane, k_lane);
+    if (sees)
+      warp_matmul_qk<Element, kDim, kKeys, kBlockN, kBlockM, Tile::kAhead>(s, q_lane, k_lane);
     __syncthreads();
     const KvTile tile = state.tiles[turn];
     if (next_tile(state, state.walk, position, next, turn ^ 1))
@@ -127,9 +128,13 @@ __global__ void __launch_bounds__(Tile::kWarps * 32, 1)
     ptx::copy_async_commit();
     if (sees) {
       const int key = tile.n * grid.block_n + own;
-      TileMask<kKeys / 32> hidden(p.pages, state.task.batch, key, grid.block_n - own, tile.bits);
-      if (hidden.some(kKeys) || !state.sees_all(pair.id, key, kKeys))
-        apply_mask(s, p.mask, state.warp_rows(pair_row), hidden);
+      const bool whole = state.sees_all(pair.id, key, kKeys);
+      if (tile.bits < 0 && p.pages.table == nullptr && grid.block_n == kBlockN) {
+        if (!whole) apply_window(s, state.warp_rows(pair_row), key);
+      } else {
+        TileMask<kKeys / 32> hidden(p.pages, state.task.batch, key, grid.block_n - own, tile.bits);
+        if (hidden.some(kKeys) || !whole) apply_mask(s, p.mask, state.warp_rows(pair_row), hidden);
+      }
     }
     ptx::copy_async_wait<1>();
     __syncthreads();

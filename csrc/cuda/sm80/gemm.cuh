@@ -56,44 +56,93 @@ __device__ __forceinline__ void store_operand(const uint32_t (&a)[4],
   }
 }
 
-// S (16 * kRowBlocks, kKeys) = Q K^T. q: row_lane of the warp's first row in a tile of kQueryRows;
-// k: column_lane of the first key in a tile of kTileKeys x kDim.
-template <class Element, int kDim, int kKeys, int kTileKeys, int kQueryRows, int kRowBlocks>
-__device__ __forceinline__ void warp_matmul_qk(float (&s)[kRowBlocks][kKeys / 8][4],
-                                               uint32_t q,
-                                               uint32_t k) {
+// A operands of Q that a warp keeps: the first kSteps steps of 16 columns.
+template <int kSteps, int kRowBlocks, int kQueryRows>
+struct KeptQueries {
+  uint32_t a[kSteps > 0 ? kSteps : 1][kRowBlocks][4];
+
+  // q: row_lane of the warp's first row in a tile of kQueryRows.
+  __device__ __forceinline__ explicit KeptQueries(uint32_t q) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+      for (int b = 0; b < kRowBlocks; ++b)
+        ptx::load_matrix_x4(a[step][b], fragment_at<kQueryRows>(q, 16 * b, step));
+    }
+  }
+};
+
+// S (16 * kRowBlocks, kKeys) = Q K^T. q: row_lane of the warp's first row in a tile of kQueryRows,
+// of which the first kKept steps are in `kept`; k: column_lane of the first key in a tile of
+// kTileKeys x kDim. Fragments of K are read kAhead steps before their use.
+template <class Element,
+          int kDim,
+          int kKeys,
+          int kTileKeys,
+          int kQueryRows,
+          int kAhead = 1,
+          int kRowBlocks,
+          int kKept>
+__device__ __forceinline__ void warp_matmul_qk(
+    float (&s)[kRowBlocks][kKeys / 8][4],
+    const KeptQueries<kKept, kRowBlocks, kQueryRows>& kept,
+    uint32_t q,
+    uint32_t k) {
   constexpr int kSteps = kDim / 16, kEach = kKeys / 16;
 #pragma unroll
   for (int b = 0; b < kRowBlocks; ++b)
 #pragma unroll
     for (int n = 0; n < kKeys / 8; ++n)
       s[b][n][0] = s[b][n][1] = s[b][n][2] = s[b][n][3] = 0;
+  constexpr int kHeld = kAhead + 1;
   uint32_t a[2][kRowBlocks][4];
-  uint32_t r[2][4];  // keys 0-7 and 8-15, dims 0-7 and 8-15 of each
+  uint32_t r[kHeld][4];  // keys 0-7 and 8-15, dims 0-7 and 8-15 of each
   const auto load_q = [&](int step) {
+    if (step < kKept) return;
 #pragma unroll
     for (int b = 0; b < kRowBlocks; ++b)
       ptx::load_matrix_x4(a[step % 2][b], fragment_at<kQueryRows>(q, 16 * b, step));
   };
+  const auto load_k = [&](int at) {
+    if (at < kSteps * kEach)
+      ptx::load_matrix_x4(r[at % kHeld], fragment_at<kTileKeys>(k, at % kEach * 16, at / kEach));
+  };
   load_q(0);
-  ptx::load_matrix_x4(r[0], fragment_at<kTileKeys>(k, 0, 0));
+#pragma unroll
+  for (int at = 0; at < kAhead; ++at)
+    load_k(at);
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
     for (int n = 0; n < kEach; ++n) {
-      const int now = step * kEach + n, next = now + 1;
-      if (n == (kEach > 1 ? 1 : 0) && step + 1 < kSteps) load_q(step + 1);
-      if (next < kSteps * kEach) {
-        ptx::load_matrix_x4(r[next % 2],
-                            fragment_at<kTileKeys>(k, next % kEach * 16, next / kEach));
-      }
+      const int at = step * kEach + n;
+      if (n == 0 && step + 1 < kSteps) load_q(step + 1);
+      load_k(at + kAhead);
+      const uint32_t(&keys)[4] = r[at % kHeld];
 #pragma unroll
       for (int b = 0; b < kRowBlocks; ++b) {
-        ptx::mma_16x8x16(Element(), s[b][2 * n], a[step % 2][b], r[now % 2][0], r[now % 2][1]);
-        ptx::mma_16x8x16(Element(), s[b][2 * n + 1], a[step % 2][b], r[now % 2][2], r[now % 2][3]);
+        using Fragment = const uint32_t[4];
+        Fragment& loaded = a[step % 2][b];
+        Fragment& rows = step < kKept ? kept.a[step < kKept ? step : 0][b] : loaded;
+        ptx::mma_16x8x16(Element(), s[b][2 * n], rows, keys[0], keys[1]);
+        ptx::mma_16x8x16(Element(), s[b][2 * n + 1], rows, keys[2], keys[3]);
       }
     }
   }
+}
+// The same with nothing kept.
+template <class Element,
+          int kDim,
+          int kKeys,
+          int kTileKeys,
+          int kQueryRows,
+          int kAhead = 1,
+          int kRowBlocks>
+__device__ __forceinline__ void warp_matmul_qk(float (&s)[kRowBlocks][kKeys / 8][4],
+                                               uint32_t q,
+                                               uint32_t k) {
+  const KeptQueries<0, kRowBlocks, kQueryRows> none(q);
+  warp_matmul_qk<Element, kDim, kKeys, kTileKeys, kQueryRows, kAhead>(s, none, q, k);
 }
 
 // out (16 * kRowBlocks, kDim) += P V. `operand(a, step)` gives P of keys 16 * step … as A operands;

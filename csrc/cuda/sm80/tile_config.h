@@ -8,17 +8,19 @@ namespace flash_attn::sm80 {
 // ---- Forward. kWarps warps share kBlockM query rows; a warp has kRowBlocks blocks of 16 of them
 // and all kBlockN keys of a tile. K and V have two stages. With kSlices > 1 a block makes only
 // kHeadDimV of the kSlices * kHeadDimV columns of out, and as many blocks share a tile of rows.
+// Fragments of K are read kAhead steps before their use; the first kKept steps of 16 columns of Q
+// stay in registers where tiles hide nothing.
 
 // 32 rows a warp halve the reads of K and V from shared memory; two blocks a multiprocessor hide
 // each other's softmax. 48 KiB.
 struct Forward64 {
   static constexpr int kHeadDim = 64, kHeadDimV = 64, kBlockM = 128, kBlockN = 64, kWarps = 4;
-  static constexpr int kBlocksPerSm = 2, kSlices = 1;
+  static constexpr int kBlocksPerSm = 2, kSlices = 1, kAhead = 1, kKept = 4;
   static constexpr bool kPairs = false;
 };
 // 96 KiB.
 struct Forward128 : Forward64 {
-  static constexpr int kHeadDim = 128, kHeadDimV = 128;
+  static constexpr int kHeadDim = 128, kHeadDimV = 128, kKept = 0;
 };
 // 88 KiB, so that two blocks fit there too.
 struct Forward192 : Forward128 {
@@ -29,11 +31,11 @@ struct Forward192 : Forward128 {
 // a warp has 16 rows: 96 KiB.
 struct Forward256Pairs {
   static constexpr int kHeadDim = 256, kHeadDimV = 256, kBlockM = 128, kBlockN = 128, kWarps = 8;
-  static constexpr int kBlocksPerSm = 1, kSlices = 1;
+  static constexpr int kBlocksPerSm = 1, kSlices = 1, kAhead = 2;
   static constexpr bool kPairs = true;
 };
 struct Forward256 : Forward64 {
-  static constexpr int kHeadDim = 256, kHeadDimV = 256, kBlockM = 64, kBlockN = 32;
+  static constexpr int kHeadDim = 256, kHeadDimV = 256, kBlockM = 64, kBlockN = 32, kKept = 0;
 };
 // Two blocks share a tile's rows: each repeats Q K^T and makes half of out's columns, since all of
 // them are twice the registers there are. 160 KiB; the small one 80.

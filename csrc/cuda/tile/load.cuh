@@ -9,6 +9,7 @@
 #include "core/pages.h"
 #include "core/rows.h"
 #include "cuda/ptx/cp_async.cuh"
+#include "cuda/ptx/shuffle.cuh"
 #include "cuda/tile/key_order.cuh"
 #include "cuda/tile/swizzle.cuh"
 
@@ -80,6 +81,40 @@ __device__ __forceinline__ bool copies_whole_chunks(const TensorRef& t) {
           (t.head % kEach)) == 0 &&
          t.row < (1 << 22);
 }
+
+// Tiles of kRows evenly spaced rows that all exist, of whole chunks. What a thread copies of a tile
+// is its chunk of every kStep-th row, in each panel.
+template <class Element, int kRows, int kDim, int kThreads>
+struct WholeTiles {
+  static constexpr int kPanels = kDim / kPanelColumns, kStep = kThreads / kPanelChunks;
+  static_assert(kDim % kPanelColumns == 0 && kRows % kStep == 0 && kStep % 8 == 0);
+  const Element* source;  // of row 0
+  int stride, dim;        // of the rows; columns from the thread's own on
+  uint32_t to;            // offset in the tile
+
+  __device__ __forceinline__ WholeTiles(const Element* base, int64_t stride_, int dim_)
+      : stride(static_cast<int>(stride_)) {
+    const int thread = ptx::thread_index();
+    const int row = thread / kPanelChunks, column = thread % kPanelChunks * kChunk;
+    source = base + row * stride_ + column;
+    dim = dim_ - column;
+    to = tile_offset<kRows>(row, thread % kPanelChunks);
+  }
+
+  // Rows [begin, begin + kRows) -> shared memory, columns past dim zero. Asynchronous.
+  __device__ __forceinline__ void load(uint32_t smem, int64_t begin) const {
+    const Element* from = source + begin * stride;
+#pragma unroll
+    for (int r = 0; r < kRows; r += kStep) {
+#pragma unroll
+      for (int panel = 0; panel < kPanels; ++panel) {
+        ptx::copy_async_16(smem + to + (panel * kRows + r) * 128,
+                           from + int64_t{r * stride} + panel * kPanelColumns,
+                           panel * kPanelColumns < dim ? 16 : 0);
+      }
+    }
+  }
+};
 
 // One chunk, element by element: for rows that are not aligned.
 template <class Element>

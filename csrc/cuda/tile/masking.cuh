@@ -105,4 +105,28 @@ __device__ __forceinline__ void apply_mask(float (&s)[kRowBlocks][kColumns][4],
   }
 }
 
+// The same where nothing but windows and lengths hides keys; `key` is the tile's first.
+template <class Order = KeysInOrder, int kRowBlocks, int kColumns>
+__device__ __forceinline__ void apply_window(float (&s)[kRowBlocks][kColumns][4],
+                                             const WarpRows& rows,
+                                             int key) {
+#pragma unroll
+  for (int b = 0; b < kRowBlocks; ++b) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const RowPlace row = rows(b, h);
+      const int first = key + Order::thread_key() - row.first_key;
+      const unsigned count = max(row.end_key - row.first_key, 0);
+#pragma unroll
+      for (int n = 0; n < kColumns; ++n) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          if (static_cast<unsigned>(first + Order::column_key(n) + c) >= count)
+            s[b][n][2 * h + c] = -INFINITY;
+        }
+      }
+    }
+  }
+}
+
 }  // namespace flash_attn
