@@ -57,6 +57,9 @@ struct BackwardGrid {
 struct __align__(16) QueryStep {
   int head, begin, end;
   int bits;  // bit tile, or kNoBits or kFull
+  // Of the block's keys, those in the parts [parts_begin, parts_end) of a warp each may be seen;
+  // the others are not touched.
+  int parts_begin, parts_end;
   int64_t q, dout, line;
 
   static constexpr int kNoBits = -1, kFull = -2;
@@ -117,9 +120,9 @@ struct BackwardState {
                   grid.tile_splits);
   }
 
-  // Into steps[to]. A tile of block_m x block_n is as large as the kernel's own.
-  __device__ __forceinline__ void advance(
-      const AttnParams& p, const BackwardGrid& grid, int to, int block_m, int block_n) {
+  // Into steps[to].
+  template <class Tile>
+  __device__ __forceinline__ void advance(const AttnParams& p, const BackwardGrid& grid, int to) {
     QTile t;
     while (!tiles.next(t)) {
       if (++head >= head_end) {
@@ -130,11 +133,16 @@ struct BackwardState {
       tiles = begin_head(p, grid);
     }
     const int begin = t.m * grid.block_m, end = min(begin + grid.block_m, seq.q_len);
-    const bool full = t.full && end - begin == block_m && key_end - key_begin == block_n;
+    const bool full =
+        t.full && end - begin == Tile::kBlockM && key_end - key_begin == Tile::kBlockN;
+    const int first_key = max(begin + mask.low, key_begin) - key_begin;
+    const int last_key = min(end - 1 + mask.high, key_end) - 1 - key_begin;
     steps[to] = {head,
                  begin,
                  end,
                  full ? QueryStep::kFull : t.bits,
+                 first_key / Tile::kWarpKeys,
+                 last_key / Tile::kWarpKeys + 1,
                  q + begin * p.q.row,
                  dout + begin * p.grad.dout.row,
                  line + begin};
@@ -163,7 +171,7 @@ struct BackwardBlock {
   }
 
   __device__ __forceinline__ void advance(int to) const {
-    state.advance(p, grid, to % 4, T::kBlockM, T::kBlockN);
+    state.template advance<T>(p, grid, to % 4);
   }
 
   __device__ __forceinline__ void barrier_all() const { ptx::barrier_sync(0, T::kThreads); }
@@ -235,6 +243,23 @@ struct BackwardBlock {
               wanted};
     }
   }
+  // Whether the window hides all keys of this warp from a tile.
+  __device__ __forceinline__ bool hidden(const QueryStep& step) const {
+    const int part = static_cast<int>(key_warp);
+    return part < step.parts_begin || part >= step.parts_end;
+  }
+
+  // All of the next tile at once, by a warp that has nothing to do for this one.
+  template <int kRole>
+  __device__ __forceinline__ void load_next(int t) {
+    if constexpr (T::kStages == 1) return;
+    const Pieces<kRole> next = next_rows<kRole>(t, 0);
+#pragma unroll
+    for (int piece = 0; piece < Pieces<kRole>::kPieces; ++piece)
+      next.issue(piece);
+    finish_next<kRole>(t);
+  }
+
   // The rest of the next tile, after the pieces of its rows.
   template <int kRole>
   __device__ __forceinline__ void finish_next(int t) {
@@ -294,10 +319,10 @@ struct BackwardBlock {
   // Barriers of the warps that share keys; 0 is everybody's.
   static constexpr int kGroupThreads = 64 * T::kDimWarps;
   __device__ __forceinline__ int group_barrier(int sub) const {
-    return 1 + key_warp * T::kSubSteps + sub;
+    return 1 + key_warp * T::kSubBarriers + sub % T::kSubBarriers;
   }
   __device__ __forceinline__ int role_barrier() const {
-    return 1 + T::kKeyWarps * T::kSubSteps + key_warp;
+    return 1 + T::kKeyWarps * T::kSubBarriers + key_warp;
   }
 
   __device__ __forceinline__ int first_query(int sub) const {
@@ -363,6 +388,10 @@ struct BackwardBlock {
     const int stage = t % T::kStages;
     constexpr int kEach = Pieces<0>::kPieces / T::kSubSteps;
     static_assert(kEach <= T::kHeadDim / 16 && kEach % Pieces<0>::kPanels == 0);
+    if (hidden(state.steps[t % 4])) {
+      load_next<0>(t);
+      return;
+    }
 #pragma unroll 1
     for (int sub = 0; sub < T::kSubSteps; ++sub) {
       const QueryStep& step = state.steps[t % 4];
@@ -399,7 +428,8 @@ struct BackwardBlock {
       if (kScore == Score::kGeneral && p.dropout.philox != nullptr) mark_dropped(s, tile);
       Operands a;
       send(a, s, t, first_query(sub));
-      if constexpr (T::kShareProbabilities) {
+      // Role 0 may be ahead of role 1 by as many substeps as there are barriers, no more.
+      if (T::kShareProbabilities || (T::kSubSteps > 2 && sub % 2 == 1)) {
         ptx::barrier_sync(group_barrier(sub), kGroupThreads);
       } else {
         ptx::barrier_arrive(group_barrier(sub), kGroupThreads);
@@ -497,8 +527,15 @@ struct BackwardBlock {
     const int stage = t % T::kStages;
     constexpr int kEach = Pieces<1>::kPieces / T::kSubSteps;
     static_assert(kEach <= T::kHeadDimV / 16 && kEach % Pieces<1>::kPanels == 0);
+    if (hidden(state.steps[t % 4])) {
+      if (T::kStages == 2) query_steps(t - 1);
+      load_next<1>(t);
+      return;
+    }
 #pragma unroll 1
     for (int sub = 0; sub < T::kSubSteps; ++sub) {
+      if (T::kStages == 2 && T::kSubSteps > 1 && sub < T::kDqPasses) query_step(t - 1, sub);
+      if (T::kStages == 2 && T::kSubSteps == 1) query_steps(t - 1, 0, (T::kDqPasses + 1) / 2);
       Scores dp;
       zero(dp);
       const Pieces<1> next = next_rows<1>(t, sub * kEach);
@@ -507,6 +544,8 @@ struct BackwardBlock {
                                  if (T::kStages == 2 && k < kEach) next.issue(k);
                                });
       if (sub + 1 == T::kSubSteps) finish_next<1>(t);
+      if (T::kStages == 2 && T::kSubSteps == 1 && T::kDqPasses > 1)
+        query_steps(t - 1, (T::kDqPasses + 1) / 2);
       Operands sent, a;
       receive(sent, t, sub);
       make_score_gradient(a, sent, dp, t, first_query(sub));
@@ -565,35 +604,45 @@ struct BackwardBlock {
     }
   }
 
-  // Role 1: dQ of a tile whose dS^T is complete.
-  __device__ __forceinline__ void query_step(int t) const {
+  // Role 1: dQ of a tile whose dS^T is complete, in passes.
+  __device__ __forceinline__ void query_steps(int t, int first = 0, int end = T::kDqPasses) const {
+#pragma unroll 1
+    for (int pass = first; pass < end; ++pass)
+      query_step(t, pass);
+  }
+
+  __device__ __forceinline__ void query_step(int t, int pass) const {
     if (t < 0 || grid.dq_accum == nullptr) return;
     constexpr int kRows = T::kDqRows, kColumnWarps = T::kDqColumnWarps, kPairs = T::kDqPairs;
     const QueryStep& step = state.steps[t % 4];
     const uint32_t thread = here(threadIdx.x), lane = thread % 32;
-    const uint32_t own = thread / 32 % T::kRoleWarps, column = own % kColumnWarps;
-    const int query = own / kColumnWarps * kRows, row = query + lane / 4;
+    const int own = static_cast<int>(thread) / 32 % T::kRoleWarps;
+    const int column = pass * kPairs * kColumnWarps + own % kColumnWarps;  // of 16
+    const int query = own / kColumnWarps * kRows, row = query + static_cast<int>(lane) / 4;
+    float dq[kRows / 16][2 * kPairs][4] = {};
+    const uint32_t ds = operand_at<0>(columns_operand(here(ds_tile(t))), query / 16);
+    const uint32_t keys = operand_at<T::kBlockN>(rows_operand(here(smem)), column);
+    if (step.parts_end - step.parts_begin == T::kKeyWarps) {
+      multiply_keys<Element, T::kBlockN, T::kBlockN, kColumnWarps>(dq, ds, keys);
+    } else {
+#pragma unroll 1
+      for (int part = step.parts_begin; part < step.parts_end; ++part) {
+        const int at = part * T::kWarpKeys * 128;
+        multiply_keys<Element, T::kBlockN, T::kWarpKeys, kColumnWarps>(dq, ds + at, keys + at);
+      }
+    }
     const int live = step.end - step.begin - row;
     float* to = grid.dq_accum + (step.line + row) * grid.dq_columns + column * 16 + lane % 4 * 4;
-#pragma unroll 1
-    for (int pass = 0; pass < T::kDqPasses; ++pass) {
-      float dq[kRows / 16][2 * kPairs][4] = {};
-      const int first = pass * kPairs * kColumnWarps;  // 16 columns
-      multiply_keys<Element, T::kBlockN, kColumnWarps>(
-          dq, operand_at<0>(columns_operand(here(ds_tile(t))), query / 16),
-          operand_at<T::kBlockN>(rows_operand(here(smem)), first + column));
 #pragma unroll
-      for (int n = 0; n < kPairs; ++n) {
-        const int at = first + n * kColumnWarps;
-        if ((at + static_cast<int>(column)) * 16 >= grid.dq_columns) break;
+    for (int n = 0; n < kPairs; ++n) {
+      if ((column + n * kColumnWarps) * 16 >= grid.dq_columns) break;
 #pragma unroll
-        for (int r = 0; r < kRows / 8; ++r) {
-          const float(&left)[4] = dq[r / 2][2 * n], (&right)[4] = dq[r / 2][2 * n + 1];
-          const int half = r % 2 * 2;
-          if (8 * r < live) {
-            ptx::add_global_4(to + 8 * r * grid.dq_columns + at * 16, left[half], left[half + 1],
-                              right[half], right[half + 1]);
-          }
+      for (int r = 0; r < kRows / 8; ++r) {
+        const float(&left)[4] = dq[r / 2][2 * n], (&right)[4] = dq[r / 2][2 * n + 1];
+        const int half = r % 2 * 2;
+        if (8 * r < live) {
+          ptx::add_global_4(to + 8 * r * grid.dq_columns + n * kColumnWarps * 16, left[half],
+                            left[half + 1], right[half], right[half + 1]);
         }
       }
     }
@@ -619,7 +668,6 @@ struct BackwardBlock {
         value_step(acc, t);
         if (threadIdx.x == 0) advance(t + 2);
       } else {
-        if (T::kStages == 2) query_step(t - 1);
         key_step(acc, t);
       }
       if constexpr (T::kStages == 1) {
@@ -629,13 +677,13 @@ struct BackwardBlock {
           load_queries(next, 0);
           load_stats(next);
         }
-        if (kRole == 1) query_step(t);
+        if (kRole == 1) query_steps(t);
       }
     }
     ptx::copy_async_wait<0>();
     barrier_all();
     if constexpr (T::kStages == 2) {
-      if (kRole == 1) query_step(t - 1);
+      if (kRole == 1) query_steps(t - 1);
       barrier_all();
     }
     write<kRole>(acc);

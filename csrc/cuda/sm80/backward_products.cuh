@@ -75,9 +75,14 @@ __device__ __forceinline__ void multiply_add_step(float (&c)[kRowBlocks][kColumn
   }
 }
 
-// dQ of one step: c (16 queries a block, columns of every kColumnStep-th 16) += dS K, over kKeys
-// keys. ds_columns: of dS^T (keys, queries) at the first query; k_rows: of K (keys, dim).
-template <class Element, int kKeys, int kColumnStep, int kRowBlocks, int kColumnBlocks>
+// dQ: c (16 queries a block, columns of every kColumnStep-th 16) += dS K over kKeys keys of tiles
+// of kTileKeys. ds_columns: of dS^T (keys, queries) at the first query; k_rows: of K (keys, dim).
+template <class Element,
+          int kTileKeys,
+          int kKeys,
+          int kColumnStep,
+          int kRowBlocks,
+          int kColumnBlocks>
 __device__ __forceinline__ void multiply_keys(float (&c)[kRowBlocks][kColumnBlocks][4],
                                               uint32_t ds_columns,
                                               uint32_t k_rows) {
@@ -86,8 +91,8 @@ __device__ __forceinline__ void multiply_keys(float (&c)[kRowBlocks][kColumnBloc
     uint32_t a[kRowBlocks][4];
 #pragma unroll
     for (int r = 0; r < kRowBlocks; ++r)
-      ptx::load_matrix_x4_trans(a[r], operand_at<kKeys>(ds_columns, r) + k * kRowBlockBytes);
-    multiply_add_step<Element, kKeys, kColumnStep>(c, a, k_rows + k * kRowBlockBytes);
+      ptx::load_matrix_x4_trans(a[r], operand_at<0>(ds_columns, r) + k * kRowBlockBytes);
+    multiply_add_step<Element, kTileKeys, kColumnStep>(c, a, k_rows + k * kRowBlockBytes);
   }
 }
 

@@ -10,6 +10,7 @@
 #include "cuda/ptx/math.cuh"
 #include "cuda/ptx/shared.cuh"
 #include "cuda/tile/fragment.cuh"
+#include "cuda/tile/operand.cuh"
 #include "plan/kernel_list.h"
 
 namespace flash_attn::sm80 {
@@ -51,8 +52,9 @@ __device__ __forceinline__ void add_numbers(Fragment<kRowBlocks, kColumnBlocks>&
                                             const void* numbers,
                                             float factor) {
   const Bias& bias = tile.p.bias;
+  const int64_t down = here(bias.row);
   const Number* from = static_cast<const Number*>(numbers) + tile.batch * bias.batch +
-                       tile.head * bias.head + tile.lane_query() * bias.row +
+                       tile.head * bias.head + tile.lane_query() * down +
                        tile.lane_key() * bias.col;
   const bool inside = tile.query + 8 * kColumnBlocks <= tile.query_end &&
                       tile.key + 16 * kRowBlocks <= tile.key_end;
@@ -61,7 +63,7 @@ __device__ __forceinline__ void add_numbers(Fragment<kRowBlocks, kColumnBlocks>&
     for (int n = 0; n < kColumnBlocks; ++n) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        const Number* row = from + (8 * n + c) * bias.row;
+        const Number* row = from + (8 * n + c) * down;
 #pragma unroll
         for (int k = 0; k < 2 * kRowBlocks; ++k) {
           float& x = s[k / 2][n][k % 2 * 2 + c];
@@ -75,7 +77,7 @@ __device__ __forceinline__ void add_numbers(Fragment<kRowBlocks, kColumnBlocks>&
   for (int n = 0; n < kColumnBlocks; ++n) {
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-      const Number* row = from + (8 * n + c) * bias.row;
+      const Number* row = from + (8 * n + c) * down;
       const bool live = tile.lane_query() + 8 * n + c < tile.query_end;
 #pragma unroll
       for (int k = 0; k < 2 * kRowBlocks; ++k) {

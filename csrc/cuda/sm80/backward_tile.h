@@ -23,13 +23,15 @@ struct BackwardTile : Numbers {
   static constexpr int kWarps = 2 * kRoleWarps, kThreads = 32 * kWarps;
   static constexpr int kRowBlocks = N::kWarpKeys / 16;
   static constexpr int kSubSteps = N::kBlockM / (N::kSubQueries * N::kDimWarps);
+  static constexpr int kSubBarriers = min_of(kSubSteps, 2);  // of a group, taking turns
   static constexpr bool kShareProbabilities = N::kDimWarps > 1;
   // dQ of a step is role 1's: a warp has kDqRows queries, and of every kDqColumnWarps-th 16 columns
-  // kDqPairs in each of kDqPasses passes.
+  // kDqPairs in each of kDqPasses passes. The passes lie apart in time: what they add up waits for
+  // L2, and with it whatever is loaded behind it.
   static constexpr int kDqRows = min_of(N::kBlockM, 32);
   static constexpr int kDqColumnWarps = kRoleWarps / (N::kBlockM / kDqRows);
-  static constexpr int kDqAll = N::kHeadDim / 16 / kDqColumnWarps;
-  static constexpr int kDqPasses = kDqAll > 4 ? 2 : 1, kDqPairs = kDqAll / kDqPasses;
+  static constexpr int kDqPairs = 2;
+  static constexpr int kDqPasses = N::kHeadDim / 16 / kDqColumnWarps / kDqPairs;
 
   static constexpr int kKBytes = 2 * N::kBlockN * N::kHeadDim;
   static constexpr int kVBytes = 2 * N::kBlockN * N::kHeadDimV;
@@ -48,22 +50,22 @@ struct BackwardTile : Numbers {
   static constexpr int kSmemBytes = kState + kStateBytes;
 
   static_assert(N::kBlockM <= 64 && N::kBlockN % N::kWarpKeys == 0 && kThreads >= 2 * N::kBlockM);
-  static_assert(kDqPairs * kDqPasses * kDqColumnWarps * 16 == N::kHeadDim && kDqPairs <= 4);
-  static_assert(1 + kKeyWarps * (kSubSteps + 1) <= 16, "a block has 16 barriers");
+  static_assert(kDqPairs * kDqPasses * kDqColumnWarps * 16 == N::kHeadDim);
+  static_assert(kDqPasses <= kSubSteps || kSubSteps == 1);
+  static_assert(1 + kKeyWarps * (kSubBarriers + (kShareProbabilities ? 1 : 0)) <= 16,
+                "a block has 16 barriers");
 };
 
-// 64 keys a warp: an operand from shared memory serves four row blocks. Two blocks on a
-// multiprocessor of sm_90; 98 KB fit the 99 of sm_86, 89 and 120.
+// 64 keys a warp: an operand from shared memory serves four row blocks. 162 KB of the 163 of sm_80.
 struct Backward64 {
   static constexpr int kHeadDim = 64, kHeadDimV = 64;
-  static constexpr int kBlockM = 64, kBlockN = 128, kWarpKeys = 64, kDimWarps = 1;
-  static constexpr int kSubQueries = 32, kStages = 2, kBlocksPerSm = 2;
+  static constexpr int kBlockM = 64, kBlockN = 256, kWarpKeys = 64, kDimWarps = 1;
+  static constexpr int kSubQueries = 32, kStages = 2, kBlocksPerSm = 1;
 };
-// 162 KB of the 163 of sm_80.
 struct Backward128 {
   static constexpr int kHeadDim = 128, kHeadDimV = 128;
   static constexpr int kBlockM = 64, kBlockN = 128, kWarpKeys = 32, kDimWarps = 1;
-  static constexpr int kSubQueries = 64, kStages = 2, kBlocksPerSm = 1;
+  static constexpr int kSubQueries = 32, kStages = 2, kBlocksPerSm = 1;
 };
 struct Backward192 {
   static constexpr int kHeadDim = 192, kHeadDimV = 128;
@@ -75,15 +77,15 @@ struct Backward256 {
   static constexpr int kBlockM = 64, kBlockN = 64, kWarpKeys = 32, kDimWarps = 2;
   static constexpr int kSubQueries = 32, kStages = 2, kBlocksPerSm = 1;
 };
-// The general kernels have more to keep beside the scores.
+// A general kernel has more to keep beside the scores.
 struct General64 : Backward64 {
   static constexpr int kSubQueries = 16;
 };
-struct General128 : Backward128 {
-  static constexpr int kSubQueries = 32;
-};
 
 // Less shared memory: 163 KB (Medium), 99 KB (Small), 64 KB (Sm75).
+struct Small64 : General64 {
+  static constexpr int kBlockN = 128;
+};
 struct Medium256 : Backward256 {
   static constexpr int kStages = 1;
 };
@@ -94,7 +96,7 @@ struct Small256 : Backward256 {
   static constexpr int kBlockM = 32, kBlockN = 32, kSubQueries = 16, kStages = 1;
 };
 struct Sm75Backward64 : Backward64 {
-  static constexpr int kBlockN = 64, kWarpKeys = 32, kStages = 1, kBlocksPerSm = 1;
+  static constexpr int kBlockN = 64, kWarpKeys = 32, kStages = 1;
 };
 struct Sm75Backward128 : Small128 {
   static constexpr int kStages = 1;

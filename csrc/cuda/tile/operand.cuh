@@ -24,6 +24,10 @@ __device__ __forceinline__ uint32_t here(uint32_t x) {
   asm volatile("" : "+r"(x));
   return x;
 }
+__device__ __forceinline__ int64_t here(int64_t x) {
+  asm volatile("" : "+l"(x));
+  return x;
+}
 
 // The calling lane's part of the operand at `address`, whose columns may have been chosen already.
 __device__ __forceinline__ uint32_t rows_operand(uint32_t address) {
