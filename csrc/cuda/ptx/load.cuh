@@ -16,4 +16,9 @@ __device__ __forceinline__ uint4 load_once_16(const void* address) {
   return r;
 }
 
+// prefetch.global.L2, "Data Movement and Conversion Instructions: prefetch".
+__device__ __forceinline__ void prefetch_l2(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
 }  // namespace flash_attn::ptx

@@ -3,6 +3,7 @@
 // neighbouring keys that KeysByThread gives it many at a time.
 #pragma once
 
+#include "cuda/ptx/load.cuh"
 #include "cuda/ptx/math.cuh"
 #include "cuda/tile/key_order.cuh"
 #include "cuda/tile/masking.cuh"
@@ -38,6 +39,13 @@ struct BiasRow {
         word[w] = *reinterpret_cast<const uint32_t*>(from);
       }
     }
+  }
+
+  // The same into the L2 cache: of the tile before this one, which the walk most often takes next.
+  __device__ __forceinline__ static void prefetch(const uint8_t* at) {
+#pragma unroll
+    for (int run = 0; run < kWords / kRunWords; ++run)
+      ptx::prefetch_l2(at + run * (Order::kGroup * kBytes));
   }
 
   // Words around the run, shifted: the last may hold elements past it.
@@ -126,7 +134,7 @@ __device__ __forceinline__ void add_bias_as(float (&s)[kRowBlocks][kColumns][4],
                             : bits % kAlign == 0        ? BiasLayout::kAligned
                                                         : BiasLayout::kRuns;
   const int first = key + Row::Order::thread_key();
-  constexpr int kTogether = kBytes == 4 ? 1 : 2;  // rows, by registers
+  constexpr int kTogether = kBytes == 4 ? 2 : 2 * kRowBlocks;  // rows, by registers
 #pragma unroll
   for (int r = 0; r < 2 * kRowBlocks; r += kTogether) {
     Row row[kTogether];
@@ -139,6 +147,7 @@ __device__ __forceinline__ void add_bias_as(float (&s)[kRowBlocks][kColumns][4],
                                                       kBytes;
       if (layout == BiasLayout::kAligned) {
         row[t].load_aligned(at);
+        if (key >= 8 * kColumns) row[t].prefetch(at - 8 * kColumns * kBytes);
       } else if (layout == BiasLayout::kRuns) {
         row[t].load_runs(at);
       } else {

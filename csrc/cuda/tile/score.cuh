@@ -118,8 +118,11 @@ __device__ __forceinline__ void drop_in_order(
       if (second) lanes.word[0] = lanes.word[1], lanes.word[2] = lanes.word[3];
 #pragma unroll
       for (int m = 0; m < kLanes; ++m) {
-        if (lanes.lane(m) >= mask.keep_below) s[n + m][c] = 0;
-        if (lanes.lane(4 + m) >= mask.keep_below) s[n + m][2 + c] = 0;
+        // A lane as the high half of a word, whatever the low half is.
+        const uint32_t upper = lanes.word[m / 2] << (m % 2 == 0 ? 16 : 0);
+        const uint32_t lower = lanes.word[2 + m / 2] << (m % 2 == 0 ? 16 : 0);
+        if (upper >= mask.keep_below << 16) s[n + m][c] = 0;
+        if (lower >= mask.keep_below << 16) s[n + m][2 + c] = 0;
       }
     }
   }
