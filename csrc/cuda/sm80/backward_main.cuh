@@ -4,6 +4,7 @@
 #pragma once
 
 #include <new>
+#include <type_traits>
 
 #include "core/slots.h"
 #include "cuda/launch.h"
@@ -63,6 +64,18 @@ struct MainWork {
   float *dk_partial, *dv_partial;  // (num_splits, key_rows, …), zero; null when num_splits is 1
 };
 
+// With the narrower tile where the mask's blocks leave warps of this one without keys.
+template <class Element, class Tile>
+cudaError_t launch_tiles(const AttnParams& p, const BackwardGrid& grid, cudaStream_t stream) {
+  if constexpr (!std::is_void_v<typename Tile::Narrow>) {
+    using Narrow = BackwardTile<typename Tile::Narrow, Tile::kScore>;
+    if (grid.block_n <= Narrow::kBlockN) return launch_tiles<Element, Narrow>(p, grid, stream);
+  }
+  return launch_shared(backward_kernel<Element, Tile>,
+                       int64_t{grid.slots} * p.heads_k * grid.splits, Tile::kThreads,
+                       Tile::kSmemBytes, stream, p, grid);
+}
+
 // dk, dv and dq, those that are wanted; dq by a sum whose order is that of the blocks.
 template <class Element, class Tile>
 cudaError_t launch_main_kernel(const AttnParams& p,
@@ -83,8 +96,7 @@ cudaError_t launch_main_kernel(const AttnParams& p,
   grid.splits = grid.tile_splits * min_of(plan.num_splits, p.group_size());
   grid.dk_partial = work.dk_partial;
   grid.dv_partial = work.dv_partial;
-  cudaError_t error = launch_shared(backward_kernel<Element, Tile>, slots * p.heads_k * grid.splits,
-                                    Tile::kThreads, Tile::kSmemBytes, stream, p, grid);
+  cudaError_t error = launch_tiles<Element, Tile>(p, grid, stream);
   if (error == cudaSuccess && work.dq_accum != nullptr)
     error = launch_finish<Element>(query_target(p), work.dq_accum, 1, stream);
   if (grid.splits == 1) return error;

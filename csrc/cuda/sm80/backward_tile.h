@@ -56,35 +56,49 @@ struct BackwardTile : Numbers {
                 "a block has 16 barriers");
 };
 
+// Narrow: the tile for block masks whose blocks are narrower than kBlockN; void: none.
+//
 // 64 keys a warp: an operand from shared memory serves four row blocks. 162 KB of the 163 of sm_80.
+struct Narrow64;
+struct Small64;
 struct Backward64 {
+  using Narrow = Narrow64;
   static constexpr int kHeadDim = 64, kHeadDimV = 64;
   static constexpr int kBlockM = 64, kBlockN = 256, kWarpKeys = 64, kDimWarps = 1;
   static constexpr int kSubQueries = 32, kStages = 2, kBlocksPerSm = 1;
 };
 struct Backward128 {
+  using Narrow = void;
   static constexpr int kHeadDim = 128, kHeadDimV = 128;
   static constexpr int kBlockM = 64, kBlockN = 128, kWarpKeys = 32, kDimWarps = 1;
   static constexpr int kSubQueries = 32, kStages = 2, kBlocksPerSm = 1;
 };
 struct Backward192 {
+  using Narrow = void;
   static constexpr int kHeadDim = 192, kHeadDimV = 128;
   static constexpr int kBlockM = 64, kBlockN = 64, kWarpKeys = 32, kDimWarps = 2;
   static constexpr int kSubQueries = 32, kStages = 2, kBlocksPerSm = 1;
 };
 struct Backward256 {
+  using Narrow = void;
   static constexpr int kHeadDim = 256, kHeadDimV = 256;
   static constexpr int kBlockM = 64, kBlockN = 64, kWarpKeys = 32, kDimWarps = 2;
   static constexpr int kSubQueries = 32, kStages = 2, kBlocksPerSm = 1;
 };
 // A general kernel has more to keep beside the scores.
 struct General64 : Backward64 {
+  using Narrow = Small64;
   static constexpr int kSubQueries = 16;
 };
 
 // Less shared memory: 163 KB (Medium), 99 KB (Small), 64 KB (Sm75).
 struct Small64 : General64 {
-  static constexpr int kBlockN = 128;
+  using Narrow = void;
+  static constexpr int kBlockN = 128, kBlocksPerSm = 2;
+};
+struct Narrow64 : Backward64 {
+  using Narrow = void;
+  static constexpr int kBlockN = 128, kBlocksPerSm = 2;
 };
 struct Medium256 : Backward256 {
   static constexpr int kStages = 1;
@@ -96,6 +110,7 @@ struct Small256 : Backward256 {
   static constexpr int kBlockM = 32, kBlockN = 32, kSubQueries = 16, kStages = 1;
 };
 struct Sm75Backward64 : Backward64 {
+  using Narrow = void;
   static constexpr int kBlockN = 64, kWarpKeys = 32, kStages = 1;
 };
 struct Sm75Backward128 : Small128 {
