@@ -21,294 +21,24 @@
 // its own and belongs to the same tile.
 #pragma once
 
-#include "core/mask.h"
-#include "core/tiles.h"
 #include "cuda/ptx/barrier.cuh"
 #include "cuda/ptx/reduce.cuh"
 #include "cuda/sm80/backward_products.cuh"
 #include "cuda/sm80/backward_scores.cuh"
-#include "cuda/sm80/backward_tile.h"
-#include "cuda/support/backward_finish.cuh"
-#include "cuda/support/backward_prepare.cuh"
-#include "cuda/tile/load_rows.cuh"
-#include "cuda/tile/store_rows.cuh"
+#include "cuda/sm80/backward_store.cuh"
 
 namespace flash_attn::sm80 {
 
-// What the launcher adds to the problem.
-struct BackwardGrid {
-  float* dq_accum;  // (rows of lse, dq_columns), zero before; null when dq is not wanted here
-  int dq_columns;   // head_dim, rounded up to 16
-  uint32_t slots;   // of the key side (core/slots.h)
-  int block_m, block_n;
-  // What the prepare kernel found (support/backward_prepare.cuh), and what stands for lse if it
-  // found a huge one: {m, 1 / l}, in the layout of lse; m is +inf where a row saw nothing.
-  const BackwardFindings* findings;
-  const float2* rows;
-  // Slices, of the query heads and then of their query tiles, when the keys alone make too few
-  // blocks: each writes its sum to (splits, rows of keys, columns), laid out as dq_accum is. A row
-  // is (batch, row, head_k).
-  int splits, tile_splits;  // of all; of the tiles of one head
-  float *dk_partial, *dv_partial;
-};
-
-// A tile of the walk: queries [begin, end) of a query head; no more tiles when head is -1. Offsets
-// of its first row: elements of q and dout, and rows of lse.
-struct __align__(16) QueryStep {
-  int head, begin, end;
-  int bits;  // bit tile, or kNoBits or kFull
-  // Of the block's keys, those in the parts [parts_begin, parts_end) of a warp each may be seen;
-  // the others are not touched.
-  int parts_begin, parts_end;
-  int64_t q, dout, line;
-
-  static constexpr int kNoBits = -1, kFull = -2;
-};
-
-// What a block knows of its problem, in shared memory since registers are short. The walk is one
-// thread's; it runs two tiles ahead.
-template <class Element>
-struct BackwardState {
-  QueryStep steps[4];  // of tile t: steps[t % 4]
-  SeqInfo seq;
-  Mask mask;
-  int batch, head_k, key_begin, key_end;
-  int split, tile_split;
-  bool q_whole, dout_whole;  // rows are aligned (copies_whole_chunks)
-  bool huge, poison;         // BackwardFindings
-  int head, head_end;        // query heads still to come: [head, head_end)
-  int64_t q, dout, line;     // of query 0 of `head`, as in QueryStep
-  QTiles tiles;              // of `head`
-
-  __device__ __forceinline__ BackwardState(const AttnParams& p,
-                                           const BackwardGrid& grid,
-                                           const SeqInfo& s,
-                                           int b,
-                                           int head_,
-                                           int key,
-                                           int split_)
-      : seq(s),
-        mask(p.mask, s),
-        batch(b),
-        head_k(head_),
-        key_begin(key),
-        key_end(min(key + grid.block_n, s.k_len)),
-        split(split_),
-        tile_split(split_ % grid.tile_splits),
-        q_whole(copies_whole_chunks<Element>(p.q)),
-        dout_whole(copies_whole_chunks<Element>(p.grad.dout)),
-        huge(grid.findings->huge_lse != 0),
-        poison(grid.findings->empty_row_poisoned != 0),
-        head(first_head(p, grid, head_, split_ / grid.tile_splits)),
-        head_end(first_head(p, grid, head_, split_ / grid.tile_splits + 1)),
-        tiles(begin_head(p, grid)) {}
-
-  // Of a slice of the heads that read a key head.
-  __device__ __forceinline__ static int first_head(const AttnParams& p,
-                                                   const BackwardGrid& grid,
-                                                   int head_k,
-                                                   int slice) {
-    const int slices = grid.splits / grid.tile_splits;
-    return head_k * p.group_size() + static_cast<int>(int64_t{slice} * p.group_size() / slices);
-  }
-
-  __device__ __forceinline__ QTiles begin_head(const AttnParams& p, const BackwardGrid& grid) {
-    q = seq.q_offset(p.q, 0, head);
-    dout = seq.q_offset(p.grad.dout, 0, head);
-    line = seq.lse_offset(p, head, 0);
-    return QTiles(p, seq, batch, head, key_begin, key_end, grid.block_m, tile_split,
-                  grid.tile_splits);
-  }
-
-  // Into steps[to].
-  template <class Tile>
-  __device__ __forceinline__ void advance(const AttnParams& p, const BackwardGrid& grid, int to) {
-    QTile t;
-    while (!tiles.next(t)) {
-      if (++head >= head_end) {
-        head = head_end;
-        steps[to].head = -1;
-        return;
-      }
-      tiles = begin_head(p, grid);
-    }
-    const int begin = t.m * grid.block_m, end = min(begin + grid.block_m, seq.q_len);
-    const bool full =
-        t.full && end - begin == Tile::kBlockM && key_end - key_begin == Tile::kBlockN;
-    const int first_key = max(begin + mask.low, key_begin) - key_begin;
-    const int last_key = min(end - 1 + mask.high, key_end) - 1 - key_begin;
-    steps[to] = {head,
-                 begin,
-                 end,
-                 full ? QueryStep::kFull : t.bits,
-                 first_key / Tile::kWarpKeys,
-                 last_key / Tile::kWarpKeys + 1,
-                 q + begin * p.q.row,
-                 dout + begin * p.grad.dout.row,
-                 line + begin};
-  }
-};
-
 template <class Element, class Tile>
-struct BackwardBlock {
+struct BackwardBlock : BackwardStore<Element, Tile> {
   using T = Tile;
+  using Base = BackwardStore<Element, Tile>;
+  using Base::barrier_all, Base::dim_warp, Base::grid, Base::hidden, Base::key_warp, Base::p,
+      Base::smem, Base::state, Base::stats;
+  using Base::Base;
+  template <int kRole>
+  using Pieces = typename Base::template Pieces<kRole>;
   static constexpr Score kScore = Tile::kScore;
-  const AttnParams& p;
-  const BackwardGrid& grid;
-  BackwardState<Element>& state;
-  uint32_t smem;
-  uint32_t warp, key_warp, dim_warp;  // key_warp, dim_warp: inside the role
-  float stat;                         // of the tile on its way: lse or delta of one query
-
-  __device__ BackwardBlock(const AttnParams& params,
-                           const BackwardGrid& g,
-                           BackwardState<Element>& s,
-                           uint32_t smem_)
-      : p(params), grid(g), state(s), smem(smem_), warp(threadIdx.x / 32) {
-    const uint32_t in_role = warp % T::kRoleWarps;
-    key_warp = in_role % T::kKeyWarps;
-    dim_warp = in_role / T::kKeyWarps;
-  }
-
-  __device__ __forceinline__ void advance(int to) const {
-    state.template advance<T>(p, grid, to % 4);
-  }
-
-  __device__ __forceinline__ void barrier_all() const { ptx::barrier_sync(0, T::kThreads); }
-
-  // ---- loads
-
-  template <int kRows, int kDim>
-  __device__ __forceinline__ static void load(
-      uint32_t to, const TensorRef& t, int64_t offset, int live, int dim, bool whole) {
-    load_rows<kRows, kDim, T::kThreads>(to, static_cast<const Element*>(t.ptr) + offset, t.row,
-                                        live, dim, whole);
-  }
-
-  // The keys of a block, which its state need not know yet.
-  __device__ __forceinline__ void load_keys(const SeqInfo& seq, int head_k, int key) const {
-    const int live = min(grid.block_n, seq.k_len - key);
-    const int64_t k = seq.k_offset(p.k, key, head_k), v = seq.k_offset(p.v, key, head_k);
-    load<T::kBlockN, T::kHeadDim>(smem, p.k, k, live, p.head_dim,
-                                  copies_whole_chunks<Element>(p.k));
-    load<T::kBlockN, T::kHeadDimV>(smem + T::kKBytes, p.v, v, live, p.head_dim_v,
-                                   copies_whole_chunks<Element>(p.v));
-    ptx::copy_async_commit();
-  }
-
-  // Q and dO on their way to buffer `stage`, by all threads.
-  __device__ __forceinline__ void load_queries(const QueryStep& step, int stage) const {
-    const int live = step.end - step.begin;
-    load<T::kBlockM, T::kHeadDim>(smem + T::kQ + stage * T::kQBytes, p.q, step.q, live, p.head_dim,
-                                  state.q_whole);
-    load<T::kBlockM, T::kHeadDimV>(smem + T::kDout + stage * T::kDoutBytes, p.grad.dout, step.dout,
-                                   live, p.head_dim_v, state.dout_whole);
-    ptx::copy_async_commit();
-  }
-
-  // lse and delta of a tile, one number a thread.
-  __device__ __forceinline__ void load_stats(const QueryStep& step) {
-    const uint32_t thread = here(threadIdx.x);
-    const int row = static_cast<int>(thread % T::kBlockM);
-    const bool is_lse = thread < T::kBlockM;
-    stat = is_lse ? -INFINITY : 0.0f;
-    if (thread >= 2 * T::kBlockM || row >= step.end - step.begin) return;
-    const float* from = static_cast<const float*>(is_lse ? p.lse : p.grad.delta);
-    stat = from[step.line + row];
-    if (is_lse && state.huge) stat = grid.rows[step.line + row].x;
-  }
-
-  // What a role loads of the next tile, from piece `first` on: role 0 Q, role 1 dO.
-  template <int kRole>
-  using Pieces =
-      RowPieces<T::kBlockM, kRole == 0 ? T::kHeadDim : T::kHeadDimV, T::kRoleWarps * 32, Element>;
-  template <int kRole>
-  __device__ __forceinline__ Pieces<kRole> next_rows(int t, int first) const {
-    const QueryStep& next = state.steps[(t + 1) % 4];
-    const int stage = (t + 1) % T::kStages;
-    const bool whole = kRole == 0 ? state.q_whole : state.dout_whole;
-    const bool wanted = T::kStages == 2 && next.head >= 0 && whole;
-    const int live = next.end - next.begin;
-    if constexpr (kRole == 0) {
-      const Element* from = static_cast<const Element*>(p.q.ptr) + next.q;
-      return {smem + T::kQ + stage * T::kQBytes, from, p.q.row, live, p.head_dim, first, wanted};
-    } else {
-      const Element* from = static_cast<const Element*>(p.grad.dout.ptr) + next.dout;
-      return {smem + T::kDout + stage * T::kDoutBytes,
-              from,
-              p.grad.dout.row,
-              live,
-              p.head_dim_v,
-              first,
-              wanted};
-    }
-  }
-  // Whether the window hides all keys of this warp from a tile.
-  __device__ __forceinline__ bool hidden(const QueryStep& step) const {
-    const int part = static_cast<int>(key_warp);
-    return part < step.parts_begin || part >= step.parts_end;
-  }
-
-  // All of the next tile at once, by a warp that has nothing to do for this one.
-  template <int kRole>
-  __device__ __forceinline__ void load_next(int t) {
-    if constexpr (T::kStages == 1) return;
-    const Pieces<kRole> next = next_rows<kRole>(t, 0);
-#pragma unroll
-    for (int piece = 0; piece < Pieces<kRole>::kPieces; ++piece)
-      next.issue(piece);
-    finish_next<kRole>(t);
-  }
-
-  // The rest of the next tile, after the pieces of its rows.
-  template <int kRole>
-  __device__ __forceinline__ void finish_next(int t) {
-    if constexpr (T::kStages == 1) return;
-    const QueryStep& next = state.steps[(t + 1) % 4];
-    const int stage = (t + 1) % T::kStages, live = next.end - next.begin;
-    if (next.head >= 0) {
-      load_stats(next);
-      if (kRole == 0 && !state.q_whole) {
-        load_rows_slowly<T::kBlockM, T::kHeadDim, T::kRoleWarps * 32>(
-            smem + T::kQ + stage * T::kQBytes, static_cast<const Element*>(p.q.ptr) + next.q,
-            p.q.row, live, p.head_dim);
-      }
-      if (kRole == 1 && !state.dout_whole) {
-        load_rows_slowly<T::kBlockM, T::kHeadDimV, T::kRoleWarps * 32>(
-            smem + T::kDout + stage * T::kDoutBytes,
-            static_cast<const Element*>(p.grad.dout.ptr) + next.dout, p.grad.dout.row, live,
-            p.head_dim_v);
-      }
-    }
-    ptx::copy_async_commit();
-  }
-
-  __device__ __forceinline__ uint32_t stats(int stage) const {
-    return smem + T::kStats + stage * 2 * T::kStatBytes;
-  }
-  // In units of log2; +inf for a row that saw no key, so that exp2(s - inf) = 0 everywhere.
-  __device__ __forceinline__ void store_stats(int stage) const {
-    const uint32_t thread = here(threadIdx.x);
-    if (thread >= 2 * T::kBlockM) return;
-    float x = stat;
-    if (thread < T::kBlockM) x = x == -INFINITY ? INFINITY : state.huge ? x : x * kLog2e;
-    ptx::store_shared_4(stats(stage) + thread * 4, __float_as_uint(x));
-  }
-
-  // Rows that saw nothing have no gradient, whatever dout holds there: their dO becomes 0.
-  __device__ __forceinline__ void remove_poison(int stage) const {
-    if (!state.poison) return;
-    constexpr int kChunks = T::kHeadDimV / kChunk;
-    for (int at = static_cast<int>(here(threadIdx.x)); at < T::kBlockM * kChunks;
-         at += T::kThreads) {
-      const int row = at / kChunks;
-      if (ptx::load_shared_4(stats(stage) + row * 4) != INFINITY) continue;
-      ptx::store_shared_16(
-          smem + T::kDout + stage * T::kDoutBytes + tile_offset<T::kBlockM>(row, at % kChunks),
-          {0, 0, 0, 0});
-    }
-    barrier_all();
-  }
 
   __device__ __forceinline__ uint32_t ds_tile(int t) const {
     return smem + T::kDs + t % T::kStages * T::kPanelBytes;
@@ -389,7 +119,7 @@ struct BackwardBlock {
     constexpr int kEach = Pieces<0>::kPieces / T::kSubSteps;
     static_assert(kEach <= T::kHeadDim / 16 && kEach % Pieces<0>::kPanels == 0);
     if (hidden(state.steps[t % 4])) {
-      load_next<0>(t);
+      this->template load_next<0>(t);
       return;
     }
 #pragma unroll 1
@@ -403,7 +133,7 @@ struct BackwardBlock {
       zero(s);
       if (kScore == Score::kGeneral && bias_first(tile))
         add_bias(s, tile, static_cast<float>(1 / p.softmax_scale));
-      const Pieces<0> next = next_rows<0>(t, sub * kEach);
+      const Pieces<0> next = this->template next_rows<0>(t, sub * kEach);
       add_scores<T::kHeadDim>(s, smem, smem + T::kQ + stage * T::kQBytes, first_query(sub),
                               [&](int k) {
                                 if (T::kStages == 2 && k < kEach) next.issue(k);
@@ -434,7 +164,7 @@ struct BackwardBlock {
       } else {
         ptx::barrier_arrive(group_barrier(sub), kGroupThreads);
       }
-      if (sub + 1 == T::kSubSteps) finish_next<0>(t);
+      if (sub + 1 == T::kSubSteps) this->template finish_next<0>(t);
       if (p.grad.dv.ptr != nullptr) {
         accumulate(dv, a, smem + T::kP, smem + T::kDout + stage * T::kDoutBytes, sub);
       }
@@ -529,7 +259,7 @@ struct BackwardBlock {
     static_assert(kEach <= T::kHeadDimV / 16 && kEach % Pieces<1>::kPanels == 0);
     if (hidden(state.steps[t % 4])) {
       if (T::kStages == 2) query_steps(t - 1);
-      load_next<1>(t);
+      this->template load_next<1>(t);
       return;
     }
 #pragma unroll 1
@@ -538,12 +268,12 @@ struct BackwardBlock {
       if (T::kStages == 2 && T::kSubSteps == 1) query_steps(t - 1, 0, (T::kDqPasses + 1) / 2);
       Scores dp;
       zero(dp);
-      const Pieces<1> next = next_rows<1>(t, sub * kEach);
+      const Pieces<1> next = this->template next_rows<1>(t, sub * kEach);
       add_scores<T::kHeadDimV>(dp, smem + T::kKBytes, smem + T::kDout + stage * T::kDoutBytes,
                                first_query(sub), [&](int k) {
                                  if (T::kStages == 2 && k < kEach) next.issue(k);
                                });
-      if (sub + 1 == T::kSubSteps) finish_next<1>(t);
+      if (sub + 1 == T::kSubSteps) this->template finish_next<1>(t);
       if (T::kStages == 2 && T::kSubSteps == 1 && T::kDqPasses > 1)
         query_steps(t - 1, (T::kDqPasses + 1) / 2);
       Operands sent, a;
@@ -655,18 +385,18 @@ struct BackwardBlock {
     constexpr int kDim = kRole == 0 ? T::kHeadDimV : T::kHeadDim;
     float acc[T::kRowBlocks][kDim / T::kDimWarps / 8][4] = {};
     if (state.steps[0].head >= 0) {
-      load_queries(state.steps[0], 0);
-      load_stats(state.steps[0]);
+      this->load_queries(state.steps[0], 0);
+      this->load_stats(state.steps[0]);
     }
     int t = 0;
     for (; state.steps[t % 4].head >= 0; ++t) {
-      store_stats(t % T::kStages);
+      this->store_stats(t % T::kStages);
       ptx::copy_async_wait<0>();
       barrier_all();
-      remove_poison(t % T::kStages);
+      this->remove_poison(t % T::kStages);
       if constexpr (kRole == 0) {
         value_step(acc, t);
-        if (threadIdx.x == 0) advance(t + 2);
+        if (threadIdx.x == 0) this->advance(t + 2);
       } else {
         key_step(acc, t);
       }
@@ -674,8 +404,8 @@ struct BackwardBlock {
         barrier_all();
         const QueryStep& next = state.steps[(t + 1) % 4];
         if (next.head >= 0) {
-          load_queries(next, 0);
-          load_stats(next);
+          this->load_queries(next, 0);
+          this->load_stats(next);
         }
         if (kRole == 1) query_steps(t);
       }
@@ -686,74 +416,7 @@ struct BackwardBlock {
       if (kRole == 1) query_steps(t - 1);
       barrier_all();
     }
-    write<kRole>(acc);
-  }
-
-  // dV or dK, through the place of V or K.
-  template <int kRole, int kColumnBlocks>
-  __device__ __forceinline__ void write(const float (&acc)[T::kRowBlocks][kColumnBlocks][4]) const {
-    constexpr int kDim = kRole == 0 ? T::kHeadDimV : T::kHeadDim;
-    const TensorRef& t = kRole == 0 ? p.grad.dv : p.grad.dk;
-    const int dim = kRole == 0 ? p.head_dim_v : p.head_dim;
-    if (t.ptr == nullptr) return;
-    const float factor =
-        kRole == 0 ? static_cast<float>(p.dropout.scale) : static_cast<float>(p.softmax_scale);
-    if (grid.splits > 1) {
-      write_partial<kRole>(acc);
-      return;
-    }
-    const uint32_t tile = smem + (kRole == 0 ? T::kKBytes : 0);
-#pragma unroll
-    for (int r = 0; r < T::kRowBlocks; ++r) {
-#pragma unroll
-      for (int n = 0; n < kColumnBlocks / 2; ++n) {
-        float pair[2][4];
-#pragma unroll
-        for (int c = 0; c < 4; ++c) {
-          pair[0][c] = acc[r][2 * n][c] * factor;
-          pair[1][c] = acc[r][2 * n + 1][c] * factor;
-        }
-        uint32_t a[4];
-        to_operand<Element>(a, pair[0], pair[1]);
-        const int column = n * T::kDimWarps + dim_warp;
-        store_operand(
-            tile + column / 4 * T::kBlockN * 128 + (key_warp * T::kWarpKeys + 16 * r) * 128,
-            column % 4, a);
-      }
-    }
-    // Warps of this role have written all of the tile's rows.
-    ptx::barrier_sync(1 + kRole, T::kRoleWarps * 32);
-    store_tile_rows<T::kBlockN, T::kBlockN, kDim, T::kRoleWarps * 32>(
-        tile, static_cast<Element*>(t.ptr) + state.seq.k_offset(t, state.key_begin, state.head_k),
-        t.row, state.key_end - state.key_begin, dim, copies_whole_chunks<Element>(t));
-  }
-
-  // The sum of one slice of the query tiles.
-  template <int kRole, int kColumnBlocks>
-  __device__ __forceinline__ void write_partial(
-      const float (&acc)[T::kRowBlocks][kColumnBlocks][4]) const {
-    const int columns = round_up(kRole == 0 ? p.head_dim_v : p.head_dim, 16);
-    float* partial = kRole == 0 ? grid.dv_partial : grid.dk_partial;
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int r = 0; r < T::kRowBlocks; ++r) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int key = state.key_begin + key_warp * T::kWarpKeys + 16 * r + 8 * half + lane / 4;
-        if (key >= state.key_end) continue;
-        const int64_t row = state.split * key_rows(p) + key_row(p, state.seq, state.head_k, key);
-        float* to = partial + row * columns + lane % 4 * 4;
-#pragma unroll
-        for (int n = 0; n < kColumnBlocks / 2; ++n) {
-          const int column = (n * T::kDimWarps + dim_warp) * 16;
-          const float(&left)[4] = acc[r][2 * n], (&right)[4] = acc[r][2 * n + 1];
-          if (column < columns) {
-            *reinterpret_cast<float4*>(to + column) = {left[2 * half], left[2 * half + 1],
-                                                       right[2 * half], right[2 * half + 1]};
-          }
-        }
-      }
-    }
+    this->template write<kRole>(acc);
   }
 };
 

@@ -9,13 +9,12 @@
 #include "core/philox.h"
 #include "cuda/ptx/math.cuh"
 #include "cuda/ptx/shared.cuh"
+#include "cuda/sm80/backward_tile.h"
 #include "cuda/tile/fragment.cuh"
 #include "cuda/tile/operand.cuh"
 #include "plan/kernel_list.h"
 
 namespace flash_attn::sm80 {
-
-constexpr float kLog2e = 1.4426950408889634f;
 
 template <int kRowBlocks, int kColumnBlocks>
 using Fragment = float[kRowBlocks][kColumnBlocks][4];

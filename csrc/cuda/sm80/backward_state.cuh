@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// What a block of the backward kernel knows of its problem, and the walk through the query heads
+// that read its keys and their query tiles.
+#pragma once
+
+#include "core/mask.h"
+#include "core/tiles.h"
+#include "cuda/sm80/backward_tile.h"
+#include "cuda/support/backward_prepare.cuh"
+#include "cuda/tile/load.cuh"
+
+namespace flash_attn::sm80 {
+
+// What the launcher adds to the problem.
+struct BackwardGrid {
+  float* dq_accum;  // (rows of lse, dq_columns), zero before; null when dq is not wanted here
+  int dq_columns;   // head_dim, rounded up to 16
+  uint32_t slots;   // of the key side (core/slots.h)
+  int block_m, block_n;
+  // What the prepare kernel found (support/backward_prepare.cuh), and what stands for lse if it
+  // found a huge one: {m, 1 / l}, in the layout of lse; m is +inf where a row saw nothing.
+  const BackwardFindings* findings;
+  const float2* rows;
+  // Slices, of the query heads and then of their query tiles, when the keys alone make too few
+  // blocks: each writes its sum to (splits, rows of keys, columns), laid out as dq_accum is. A row
+  // is (batch, row, head_k).
+  int splits, tile_splits;  // of all; of the tiles of one head
+  float *dk_partial, *dv_partial;
+};
+
+// A tile of the walk: queries [begin, end) of a query head; no more tiles when head is -1. Offsets
+// of its first row: elements of q and dout, and rows of lse.
+struct __align__(16) QueryStep {
+  int head, begin, end;
+  int bits;  // bit tile, or kNoBits or kFull
+  // Of the block's keys, those in the parts [parts_begin, parts_end) of a warp each may be seen;
+  // the others are not touched.
+  int parts_begin, parts_end;
+  int64_t q, dout, line;
+
+  static constexpr int kNoBits = -1, kFull = -2;
+};
+
+// What a block knows of its problem, in shared memory since registers are short. The walk is one
+// thread's; it runs two tiles ahead.
+template <class Element>
+struct BackwardState {
+  QueryStep steps[4];  // of tile t: steps[t % 4]
+  SeqInfo seq;
+  Mask mask;
+  int batch, head_k, key_begin, key_end;
+  int split, tile_split;
+  bool q_whole, dout_whole;  // rows are aligned (copies_whole_chunks)
+  bool huge, poison;         // BackwardFindings
+  int head, head_end;        // query heads still to come: [head, head_end)
+  int64_t q, dout, line;     // of query 0 of `head`, as in QueryStep
+  QTiles tiles;              // of `head`
+
+  __device__ __forceinline__ BackwardState(const AttnParams& p,
+                                           const BackwardGrid& grid,
+                                           const SeqInfo& s,
+                                           int b,
+                                           int head_,
+                                           int key,
+                                           int split_)
+      : seq(s),
+        mask(p.mask, s),
+        batch(b),
+        head_k(head_),
+        key_begin(key),
+        key_end(min(key + grid.block_n, s.k_len)),
+        split(split_),
+        tile_split(split_ % grid.tile_splits),
+        q_whole(copies_whole_chunks<Element>(p.q)),
+        dout_whole(copies_whole_chunks<Element>(p.grad.dout)),
+        huge(grid.findings->huge_lse != 0),
+        poison(grid.findings->empty_row_poisoned != 0),
+        head(first_head(p, grid, head_, split_ / grid.tile_splits)),
+        head_end(first_head(p, grid, head_, split_ / grid.tile_splits + 1)),
+        tiles(begin_head(p, grid)) {}
+
+  // Of a slice of the heads that read a key head.
+  __device__ __forceinline__ static int first_head(const AttnParams& p,
+                                                   const BackwardGrid& grid,
+                                                   int head_k,
+                                                   int slice) {
+    const int slices = grid.splits / grid.tile_splits;
+    return head_k * p.group_size() + static_cast<int>(int64_t{slice} * p.group_size() / slices);
+  }
+
+  __device__ __forceinline__ QTiles begin_head(const AttnParams& p, const BackwardGrid& grid) {
+    q = seq.q_offset(p.q, 0, head);
+    dout = seq.q_offset(p.grad.dout, 0, head);
+    line = seq.lse_offset(p, head, 0);
+    return QTiles(p, seq, batch, head, key_begin, key_end, grid.block_m, tile_split,
+                  grid.tile_splits);
+  }
+
+  // Into steps[to].
+  template <class Tile>
+  __device__ __forceinline__ void advance(const AttnParams& p, const BackwardGrid& grid, int to) {
+    QTile t;
+    while (!tiles.next(t)) {
+      if (++head >= head_end) {
+        head = head_end;
+        steps[to].head = -1;
+        return;
+      }
+      tiles = begin_head(p, grid);
+    }
+    const int begin = t.m * grid.block_m, end = min(begin + grid.block_m, seq.q_len);
+    const bool full =
+        t.full && end - begin == Tile::kBlockM && key_end - key_begin == Tile::kBlockN;
+    const int first_key = max(begin + mask.low, key_begin) - key_begin;
+    const int last_key = min(end - 1 + mask.high, key_end) - 1 - key_begin;
+    steps[to] = {head,
+                 begin,
+                 end,
+                 full ? QueryStep::kFull : t.bits,
+                 first_key / Tile::kWarpKeys,
+                 last_key / Tile::kWarpKeys + 1,
+                 q + begin * p.q.row,
+                 dout + begin * p.grad.dout.row,
+                 line + begin};
+  }
+};
+
+}  // namespace flash_attn::sm80
