@@ -188,9 +188,10 @@ struct BackwardBlock : BackwardStore<Element, Tile> {
 
   __device__ __forceinline__ static void load_statistics(float2 (&to)[T::kSubQueries / 8],
                                                          uint32_t from) {
+    const uint32_t lane = here(threadIdx.x);
 #pragma unroll
     for (int n = 0; n < T::kSubQueries / 8; ++n)
-      to[n] = ptx::load_shared_8(from + n * 32 + threadIdx.x % 4 * 8);
+      to[n] = ptx::load_shared_8(from + n * 32 + lane % 4 * 8);
   }
 
   // P^T as A operands, and to role 1: times the slopes of the softcap, negative where dropped.

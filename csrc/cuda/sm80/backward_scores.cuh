@@ -51,10 +51,9 @@ __device__ __forceinline__ void add_numbers(Fragment<kRowBlocks, kColumnBlocks>&
                                             const void* numbers,
                                             float factor) {
   const Bias& bias = tile.p.bias;
-  const int64_t down = here(bias.row);
+  const int64_t down = here(bias.row), across = here(bias.col);
   const Number* from = static_cast<const Number*>(numbers) + tile.batch * bias.batch +
-                       tile.head * bias.head + tile.lane_query() * down +
-                       tile.lane_key() * bias.col;
+                       tile.head * bias.head + tile.lane_query() * down + tile.lane_key() * across;
   const bool inside = tile.query + 8 * kColumnBlocks <= tile.query_end &&
                       tile.key + 16 * kRowBlocks <= tile.key_end;
   if (inside && bias.col == 1) {
@@ -82,7 +81,7 @@ __device__ __forceinline__ void add_numbers(Fragment<kRowBlocks, kColumnBlocks>&
       for (int k = 0; k < 2 * kRowBlocks; ++k) {
         float& x = s[k / 2][n][k % 2 * 2 + c];
         if (live && tile.lane_key() + 8 * k < tile.key_end)
-          x = fmaf(bias_number(row[8 * k * bias.col]), factor, x);
+          x = fmaf(bias_number(row[8 * k * across]), factor, x);
       }
     }
   }
