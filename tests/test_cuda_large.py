@@ -122,10 +122,9 @@ def test_large_output_and_gradient(need_memory):
     out, lse = flash_attn_func(*leaves, return_lse=True)
     dq, dk, dv = torch.autograd.grad(out, leaves, dout)
     assert torch.equal(out[:, tail], expected[0]) and torch.equal(lse[..., tail], expected[1])
-    close = {"rtol": 1e-2, "atol": 1e-3}
-    torch.testing.assert_close(dq[:, tail], expected[2], **close)
-    torch.testing.assert_close(dk, expected[3], **close)
-    torch.testing.assert_close(dv, expected[4], **close)
+    # Kernels of the deterministic kind round other sums to bf16 on their way.
+    for found, exact in zip((dq[:, tail], dk, dv), expected[2:], strict=True):
+        torch.testing.assert_close(found, exact, rtol=0, atol=2**-7 * float(exact.abs().max()))
     assert not dq[:, :1000].any() and out[:, 1000].any()
 
 

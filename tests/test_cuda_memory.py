@@ -53,13 +53,14 @@ def run(problem, before_each_pass=lambda: None):
     return found
 
 
-def same(found, expected, bitwise=("out", "lse")):
-    """The forward always gives the same bits; dq may be summed in another order."""
+def same(found, expected, rounding=1e-5):
+    """The forward always gives the same bits; dq may be summed in another order, and rows that are
+    aligned otherwise be read otherwise: `rounding`, a share of the largest value."""
     for name, x in expected.items():
-        if name in bitwise:
+        if name in ("out", "lse"):
             assert torch.equal(found[name], x), name
         else:
-            atol = 1e-5 * float(x.abs().max()) if x.numel() else 0.0
+            atol = rounding * float(x.abs().max()) if x.numel() else 0.0
             torch.testing.assert_close(found[name], x, rtol=1e-2, atol=atol, msg=name)
 
 
@@ -161,7 +162,7 @@ def test_guards(name, monkeypatch):
         return original(*map(guards, arguments))
 
     monkeypatch.setattr(_autograd, "_call_backward", guarded_backward)
-    same(run(problem), expected)
+    same(run(problem), expected, 2**-8)
     assert bool(seen) == ("dq" in expected)
     guards.check()
 
