@@ -11,7 +11,7 @@ using namespace sm80;
 
 static constexpr KernelRow kRows[] = {
     backward_f32_row<F32Ordered64>("sm80_backward_f32_d64"),
-    backward_f32_row<Ordered128>("sm80_backward_f32_d128"),
+    backward_f32_row<F32Ordered128>("sm80_backward_f32_d128"),
     backward_f32_row<F32Ordered256>("sm80_backward_f32_d256"),
 };
 const KernelList kSm80BackwardF32 = {kRows, std::size(kRows)};

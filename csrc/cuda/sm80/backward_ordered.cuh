@@ -35,6 +35,9 @@ struct Sm75Ordered256 : Ordered256 {
 struct F32Ordered64 : Ordered64 {
   static constexpr int kWalk = 32;
 };
+struct F32Ordered128 : Ordered128 {
+  static constexpr int kWalk = 16, kStages = 2;
+};
 struct F32Ordered256 : Ordered256 {
   static constexpr int kOwn = 32, kWalk = 16, kDimWarps = 2;
 };

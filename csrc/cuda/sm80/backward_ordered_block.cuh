@@ -158,7 +158,7 @@ struct OrderedBlock {
         state(*reinterpret_cast<State*>(smem_ + Tile::kStateAt)),
         smem(smem_),
         own_warp(threadIdx.x / 32 % Tile::kOwnWarps),
-        dim_warp(threadIdx.x / 32 / Tile::kOwnWarps) {}
+        dim_warp(Tile::kDimWarps == 1 ? 0 : threadIdx.x / 32 / Tile::kOwnWarps) {}
 
   // ---- addresses
 

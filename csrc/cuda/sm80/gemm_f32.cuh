@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // The products of a warp whose operands are fp32, on tensor cores that multiply tf32: x = high +
-// low with 11 bits each, and high * high + high * low + low * high loses 2^-22 of a product. Tensor
-// cores add with truncation, which over thousands of keys would become a bias, so that sums of more
-// than kStepsAtOnce steps are made of ordinary additions.
+// low with 11 bits each, and low * high + high * low + high * high loses 2^-22 of a product.
 //
 // k may be permuted alike in A and B. Thread t of a quad takes the neighbours 2t and 2t + 1 of
 // eight for the k = t and t + 4 of mma (ptx/mma.cuh): where k are columns of a tile, both come by
@@ -42,29 +40,17 @@ struct Split {
   }
 };
 
-constexpr int kStepsAtOnce = 4;  // of eight k
-
-// The sums of kRowBlocks x 2 accumulators over some steps, the small products apart.
-template <int kRowBlocks>
-struct PartialSums {
-  float large[kRowBlocks][2][4] = {}, small[kRowBlocks][2][4] = {};
-
-  // Column block h of 2.
-  __device__ __forceinline__ void multiply(int row_block,
-                                           int h,
-                                           const Split<4>& a,
-                                           const Split<2>& b) {
-    ptx::mma_16x8x8(small[row_block][h], a.low, b.high[0], b.high[1]);
-    ptx::mma_16x8x8(large[row_block][h], a.high, b.high[0], b.high[1]);
-    ptx::mma_16x8x8(small[row_block][h], a.high, b.low[0], b.low[1]);
-  }
-
-  __device__ __forceinline__ void add_to(float (&c)[4], int row_block, int h) const {
+// c (16 x 8) += a * b of eight k, the small products first. Tensor cores truncate: an ordinary
+// addition keeps that from becoming a bias over many steps.
+__device__ __forceinline__ void multiply_step(float (&c)[4], const Split<4>& a, const Split<2>& b) {
+  float sum[4] = {};
+  ptx::mma_16x8x8(sum, a.low, b.high[0], b.high[1]);
+  ptx::mma_16x8x8(sum, a.high, b.low[0], b.low[1]);
+  ptx::mma_16x8x8(sum, a.high, b.high[0], b.high[1]);
 #pragma unroll
-    for (int e = 0; e < 4; ++e)
-      c[e] += large[row_block][h][e] + small[row_block][h][e];
-  }
-};
+  for (int e = 0; e < 4; ++e)
+    c[e] += sum[e];
+}
 
 // c (16 * kRowBlocks, 8 * kColumns) = A B^T over kDim columns. a: pair_lane of the warp's first row
 // in a tile of kARows; b: pair_lane of the first of 8 * kColumns rows in a tile of kBRows.
@@ -72,48 +58,39 @@ template <int kDim, int kARows, int kBRows, int kRowBlocks, int kColumns>
 __device__ __forceinline__ void warp_multiply_rows(float (&c)[kRowBlocks][kColumns][4],
                                                    uint32_t a,
                                                    uint32_t b) {
-  static_assert(kColumns % 2 == 0 && kDim % (8 * kStepsAtOnce) == 0);
+  constexpr int kPanelSteps = 4;
+  a = here(a);
+  b = here(b);
+  static_assert(kDim % (8 * kPanelSteps) == 0);
 #pragma unroll
   for (int e = 0; e < kRowBlocks * kColumns * 4; ++e)
     c[e / 4 / kColumns][e / 4 % kColumns][e % 4] = 0;
 #pragma unroll 1
-  for (int step = 0; step < kDim / 8; step += kStepsAtOnce) {
-    Split<4> rows[kRowBlocks][kStepsAtOnce];
+  for (int panel = 0; panel < kDim / 8 / kPanelSteps; ++panel) {
 #pragma unroll
-    for (int r = 0; r < kRowBlocks; ++r) {
+    for (int k = 0; k < kPanelSteps; ++k) {
+      Split<4> rows[kRowBlocks];
 #pragma unroll
-      for (int k = 0; k < kStepsAtOnce; ++k) {
+      for (int r = 0; r < kRowBlocks; ++r) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const float2 pair = ptx::load_shared_8(fragment_at<kARows>(a, 16 * r + 8 * h, k));
-          rows[r][k].set(h, pair.x);
-          rows[r][k].set(h + 2, pair.y);
-        }
-      }
-    }
-#pragma unroll
-    for (int n = 0; n < kColumns; n += 2) {
-      PartialSums<kRowBlocks> sums;
-#pragma unroll
-      for (int k = 0; k < kStepsAtOnce; ++k) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const float2 pair = ptx::load_shared_8(fragment_at<kBRows>(b, 8 * (n + h), k));
-          Split<2> columns;
-          columns.set(0, pair.x);
-          columns.set(1, pair.y);
-#pragma unroll
-          for (int r = 0; r < kRowBlocks; ++r)
-            sums.multiply(r, h, rows[r][k], columns);
+          rows[r].set(h, pair.x);
+          rows[r].set(h + 2, pair.y);
         }
       }
 #pragma unroll
-      for (int r = 0; r < kRowBlocks; ++r) {
-        sums.add_to(c[r][n], r, 0);
-        sums.add_to(c[r][n + 1], r, 1);
+      for (int n = 0; n < kColumns; ++n) {
+        const float2 pair = ptx::load_shared_8(fragment_at<kBRows>(b, 8 * n, k));
+        Split<2> columns;
+        columns.set(0, pair.x);
+        columns.set(1, pair.y);
+#pragma unroll
+        for (int r = 0; r < kRowBlocks; ++r)
+          multiply_step(c[r][n], rows[r], columns);
       }
     }
-    a += kARows * 128;  // a panel is kStepsAtOnce steps
+    a += kARows * 128;
     b += kBRows * 128;
   }
 }
@@ -125,43 +102,25 @@ template <int kBRows, int kRowBlocks, int kColumns, int kSteps>
 __device__ __forceinline__ void warp_multiply_add(float (&c)[kRowBlocks][kColumns][4],
                                                   const float (&a)[kRowBlocks][kSteps][4],
                                                   uint32_t b) {
-  constexpr int kOnce = kSteps < kStepsAtOnce ? kSteps : kStepsAtOnce;
-  static_assert(kColumns % 2 == 0 && kSteps % kOnce == 0);
+  b = here(b);
 #pragma unroll
-  for (int step = 0; step < kSteps; step += kOnce) {
-    Split<4> rows[kRowBlocks][kOnce];
+  for (int k = 0; k < kSteps; ++k) {
+    Split<4> rows[kRowBlocks];
 #pragma unroll
     for (int r = 0; r < kRowBlocks; ++r) {
 #pragma unroll
-      for (int k = 0; k < kOnce; ++k) {
-        const float(&x)[4] = a[r][step + k];
-        rows[r][k].set(0, x[0]);
-        rows[r][k].set(1, x[2]);
-        rows[r][k].set(2, x[1]);
-        rows[r][k].set(3, x[3]);
-      }
+      for (int e = 0; e < 4; ++e)
+        rows[r].set(e, a[r][k][e % 2 * 2 + e / 2]);
     }
 #pragma unroll
-    for (int n = 0; n < kColumns; n += 2) {
-      PartialSums<kRowBlocks> sums;
+    for (int n = 0; n < kColumns; ++n) {
+      const uint32_t at = fragment_at<kBRows>(b, 8 * k, n);
+      Split<2> columns;
+      columns.set(0, ptx::load_shared_4(at));
+      columns.set(1, ptx::load_shared_4(next_row(at)));
 #pragma unroll
-      for (int k = 0; k < kOnce; ++k) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const uint32_t at = fragment_at<kBRows>(b, 8 * (step + k), n + h);
-          Split<2> columns;
-          columns.set(0, ptx::load_shared_4(at));
-          columns.set(1, ptx::load_shared_4(next_row(at)));
-#pragma unroll
-          for (int r = 0; r < kRowBlocks; ++r)
-            sums.multiply(r, h, rows[r][k], columns);
-        }
-      }
-#pragma unroll
-      for (int r = 0; r < kRowBlocks; ++r) {
-        sums.add_to(c[r][n], r, 0);
-        sums.add_to(c[r][n + 1], r, 1);
-      }
+      for (int r = 0; r < kRowBlocks; ++r)
+        multiply_step(c[r][n], rows[r], columns);
     }
   }
 }

@@ -18,17 +18,6 @@ namespace flash_attn {
 
 constexpr uint32_t kRowBlockBytes = 16 * 2 * kPanelColumns;  // 16 rows of a panel
 
-// The same number, of which the compiler knows nothing: what is computed from it stays where it is
-// used, instead of taking a register for the whole of a loop.
-__device__ __forceinline__ uint32_t here(uint32_t x) {
-  asm volatile("" : "+r"(x));
-  return x;
-}
-__device__ __forceinline__ int64_t here(int64_t x) {
-  asm volatile("" : "+l"(x));
-  return x;
-}
-
 // The calling lane's part of the operand at `address`, whose columns may have been chosen already.
 __device__ __forceinline__ uint32_t rows_operand(uint32_t address) {
   const uint32_t lane = threadIdx.x % 32;

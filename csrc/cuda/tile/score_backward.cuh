@@ -44,15 +44,15 @@ struct Visible {
   int low, high, key_end, query_end, bits;
 };
 
-// Bit e is set where the bit tile hides element e of a chunk. Out of line: few tiles have one.
+// Bit e is set where the bit tile hides element e of a chunk. A loop: few tiles have one.
 template <class Layout>
-static __device__ __noinline__ uint32_t bits_hidden(const uint32_t* bits,
-                                                    int block_q,
-                                                    int block_k,
-                                                    int query,
-                                                    int key,
-                                                    int query_end,
-                                                    int key_end) {
+__device__ __forceinline__ uint32_t bits_hidden(const uint32_t* bits,
+                                                int block_q,
+                                                int block_k,
+                                                int query,
+                                                int key,
+                                                int query_end,
+                                                int key_end) {
   const int words = (block_k + 31) / 32, first_query = query % block_q, first_key = key % block_k;
   uint32_t hidden = 0;
 #pragma unroll 1
@@ -205,9 +205,21 @@ struct DropoutChunk {
   }
 };
 
-static __device__ __noinline__ bool keep_slowly(
-    const AttnParams& p, int batch, int head, int i, int j) {
-  return DropoutMask(p, batch, head).keep(i, j);
+// Bit e is set where element e of a chunk is dropped, wherever the chunk begins. A loop: few do not
+// begin at multiples of 16. Without an index into a call's words, which would lie in memory.
+template <class Layout>
+__device__ __forceinline__ uint32_t dropped_slowly(const DropoutMask& mask, int query, int key) {
+  uint32_t dropped = 0;
+#pragma unroll 1
+  for (int e = 0; e < 8; ++e) {
+    const int i = query + Layout::query(e), j = key + Layout::key(e), lane = dropout_lane(i, j);
+    const Philox4 all = mask.lanes(i, j);
+    const uint32_t low = lane & 2 ? all.word[1] : all.word[0];
+    const uint32_t high = lane & 2 ? all.word[3] : all.word[2];
+    const uint32_t value = (lane & 4 ? high : low) >> (lane % 2 * 16) & 0xffffu;
+    dropped |= uint32_t{value >= mask.keep_below} << e;
+  }
+  return dropped;
 }
 
 // Marks dropped probabilities by their sign (-0 is dropped too). `drawn` is kept from the first to
@@ -222,10 +234,10 @@ __device__ __forceinline__ void mark_dropped(float (&prob)[8],
                                              int key) {
   const AttnParams& p = f.p;
   if (query % 16 != 0 || key % 16 != 0) {
+    const uint32_t dropped = dropped_slowly<Layout>(DropoutMask(p, f.batch, f.head), query, key);
 #pragma unroll
     for (int e = 0; e < 8; ++e) {
-      const int i = query + Layout::query(e), j = key + Layout::key(e);
-      if (!keep_slowly(p, f.batch, f.head, i, j)) prob[e] = -prob[e];
+      if (dropped >> e & 1u) prob[e] = -prob[e];
     }
     return;
   }

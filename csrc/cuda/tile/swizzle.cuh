@@ -32,6 +32,17 @@ __device__ __forceinline__ uint32_t fragment_at(uint32_t lane, int row, int k) {
   return (lane ^ (k % 4 * 32)) + (k / 4 * kRows + row) * 128;
 }
 
+// The same number, of which the compiler knows nothing: what is computed from it stays where it is
+// used, instead of taking a register for the whole of a loop.
+__device__ __forceinline__ uint32_t here(uint32_t x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+__device__ __forceinline__ int64_t here(int64_t x) {
+  asm volatile("" : "+l"(x));
+  return x;
+}
+
 __device__ __forceinline__ uint32_t smem_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
