@@ -13,6 +13,8 @@ static constexpr KernelRow kRows[] = {
     forward_row<float, F32Forward64, Score::kGeneral>("sm80_forward_f32_d64", 80),
     forward_row<float, F32Forward128, Score::kGeneral>("sm80_forward_f32_d128", 80),
     forward_row<float, F32Forward256, Score::kGeneral>("sm80_forward_f32_d256", 80),
+    forward_row<float, F32Forward512, Score::kGeneral>("sm80_forward_f32_d512", 80),
+    forward_row<float, F32Forward512Small, Score::kGeneral>("sm80_forward_f32_d512_small", 80),
 };
 const KernelList kSm80ForwardF32 = {kRows, std::size(kRows)};
 

@@ -65,8 +65,8 @@ struct Sm75Forward512 : Forward512 {
   static constexpr int kHeadDimV = 128, kBlockM = 16, kBlockN = 16, kWarps = 1, kSlices = 4;
 };
 
-// fp32 (kGeneral alone): at most 99 KiB, so that one set of rows serves all from sm_80 on. 48, 96
-// and 96 KiB.
+// fp32 (kGeneral alone): up to head_dim 256 at most 99 KiB, so that one set of rows serves all from
+// sm_80 on. 48, 96 and 96 KiB.
 struct F32Forward64 {
   static constexpr int kHeadDim = 64, kHeadDimV = 64, kBlockM = 64, kBlockN = 32, kWarps = 4;
   static constexpr int kBlocksPerSm = 3, kSlices = 1;
@@ -79,6 +79,16 @@ struct F32Forward256 {
   static constexpr int kHeadDim = 256, kHeadDimV = 256, kBlockM = 32, kBlockN = 16, kWarps = 2;
   static constexpr int kBlocksPerSm = 2, kSlices = 1;
   static constexpr bool kPairs = false;
+};
+
+// Two blocks share a tile's rows, as with 16 bits. 176 KiB; the small one 80.
+struct F32Forward512 {
+  static constexpr int kHeadDim = 512, kHeadDimV = 256, kBlockM = 64, kBlockN = 8, kWarps = 4;
+  static constexpr int kBlocksPerSm = 1, kSlices = 2;
+  static constexpr bool kPairs = false;
+};
+struct F32Forward512Small : F32Forward512 {
+  static constexpr int kBlockM = 16, kWarps = 1;
 };
 
 // Rows of a warp, or of a pair.

@@ -20,7 +20,8 @@ template <int kKeys, int kBytes>
 struct BiasRow {
   using Order = KeysByThread<kKeys>;
   static constexpr int kEach = 4 / kBytes;  // elements in a word
-  static constexpr int kRunWords = Order::kRun / kEach, kWords = kKeys / 4 / kEach;
+  static constexpr int kRunWords = ceil_div(Order::kRun, kEach),
+                       kWords = ceil_div(kKeys / 4, kEach);
   uint32_t word[kWords];
 
   // at: the thread's first element.
@@ -128,11 +129,12 @@ __device__ __forceinline__ void add_bias_as(float (&s)[kRowBlocks][kColumns][4],
   constexpr int kAlign = min_of(16, Row::Order::kRun * kBytes);
   const int64_t bits = reinterpret_cast<int64_t>(bias.ptr) |
                        (bias.batch | bias.head | bias.row | key) * int64_t{kBytes};
+  const bool words = Row::Order::kRun * kBytes % 4 == 0;  // in a run
   // load_runs reads whole words.
   const int past = key + 8 * kColumns + (bits % kAlign == 0 ? 0 : 4 / kBytes - 1);
-  const BiasLayout layout = bias.col != 1 || past > end ? BiasLayout::kAny
-                            : bits % kAlign == 0        ? BiasLayout::kAligned
-                                                        : BiasLayout::kRuns;
+  const BiasLayout layout = bias.col != 1 || !words || past > end ? BiasLayout::kAny
+                            : bits % kAlign == 0                  ? BiasLayout::kAligned
+                                                                  : BiasLayout::kRuns;
   const int first = key + Row::Order::thread_key();
   constexpr int kTogether = kBytes == 4 ? 2 : 2 * kRowBlocks;  // rows, by registers
 #pragma unroll

@@ -22,7 +22,7 @@ struct KeysInOrder {
 // and b have no bit in common.
 template <int kKeys>
 struct KeysByThread {
-  static constexpr int kGroup = kKeys % 32 == 0 ? 32 : 16, kRun = kGroup / 4;
+  static constexpr int kGroup = kKeys % 32 == 0 ? 32 : min_of(kKeys, 16), kRun = kGroup / 4;
   static_assert(kKeys % kGroup == 0);
 
   FA_HD static constexpr int row_key(int r) {

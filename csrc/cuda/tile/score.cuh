@@ -175,7 +175,7 @@ __device__ __forceinline__ void apply_dropout(float (&s)[kRowBlocks][kColumns][4
       const int i = rows.first + 16 * b + fragment_row(0);
       if constexpr (Order::kRun == 8) {
         drop_by_thread(s[b], mask, i, key);
-      } else if constexpr (Order::kRun == 0) {
+      } else if constexpr (Order::kRun == 0 && kColumns > 1) {
         drop_in_order(s[b], mask, i, key, second);
       }
     }
