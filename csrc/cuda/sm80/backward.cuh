@@ -65,10 +65,27 @@ struct BackwardWorkspace {
   }
 };
 
+template <class Main>
+constexpr int main_smem_bytes() {
+  if constexpr (std::is_void_v<Main>)
+    return 0;
+  else
+    return Main::kSmemBytes;
+}
+
 // `Main`: the tile of the main kernel, void in fp32; `Ordered`: that of the others.
 template <class Main, class Ordered>
 struct BackwardLauncher {
   static constexpr bool kHasMain = !std::is_void_v<Main>;
+  static constexpr int kOrderedBytes =
+      max_of(ordered_smem_bytes<Ordered, KeysDown>(), ordered_smem_bytes<Ordered, QueriesDown>());
+  // Two stages where they take no more shared memory than the other kernels.
+  using Bias = std::conditional_t<(BiasTile<Ordered, 2>::kSmemBytes <=
+                                   max_of(main_smem_bytes<Main>(), kOrderedBytes)),
+                                  BiasTile<Ordered, 2>,
+                                  BiasTile<Ordered, 1>>;
+  static constexpr int kSmemBytes =
+      max_of(max_of(main_smem_bytes<Main>(), kOrderedBytes), Bias::kSmemBytes);
   using Element = typename Ordered::Element;
 
   const AttnParams& p;
@@ -115,7 +132,7 @@ struct BackwardLauncher {
       error = launch_slopes(p, work.slopes, queries.slots, queries.own, stream);
     if (error == cudaSuccess && grad.dsinks != nullptr) error = launch_sinks(p, stream);
     if (error == cudaSuccess && grad.dbias != nullptr)
-      error = launch_bias_gradient<Ordered>(p, queries, stream);
+      error = launch_bias_gradient<Bias>(p, queries, stream);
     return error;
   }
 
@@ -160,8 +177,7 @@ constexpr KernelRow backward_row_of(const char* name, int arch) {
   row.arch = arch;
   row.dtype = ElementTraits<Element>::kDType;
   row.score = Score::kGeneral;
-  row.smem_bytes =
-      max_of(ordered_smem_bytes<Ordered, KeysDown>(), ordered_smem_bytes<Ordered, QueriesDown>());
+  row.smem_bytes = Launcher::kSmemBytes;
   row.shared_bytes = Launcher::workspace_bytes;
   row.cuda = Launcher::launch;
   return row;
@@ -188,7 +204,6 @@ constexpr KernelRow backward_row(const char* name, int arch) {
   row.score = kScore;
   row.block_m = Main::kBlockM;
   row.block_n = Main::kBlockN;
-  row.smem_bytes = max_of(row.smem_bytes, Main::kSmemBytes);
   return row;
 }
 

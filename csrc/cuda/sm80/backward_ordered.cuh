@@ -13,33 +13,34 @@
 
 namespace flash_attn::sm80 {
 
-// kOwn and kWalk rows of the two sides. kDimWarps warps share 16 own rows: each makes their scores,
-// and its part of the columns of dK and dV, or of dQ. In 99 KiB of shared memory.
+// kOwn and kWalk rows of the two sides, kBiasKeys of a tile of dbias. kDimWarps warps share 16 own
+// rows: each makes their scores, and its part of the columns of dK and dV, or of dQ. In 99 KiB of
+// shared memory, but for 192, which has no row for less than the 163 KiB of sm_80.
 struct Ordered64 {
-  static constexpr int kHeadDim = 64, kOwn = 64, kWalk = 64, kDimWarps = 1, kStages = 2;
-  static constexpr int kBlocksPerSm = 2;
+  static constexpr int kHeadDim = 64, kOwn = 64, kWalk = 64, kBiasKeys = 64, kDimWarps = 1;
+  static constexpr int kStages = 2, kBlocksPerSm = 2;
 };
+// In the 64 KiB of sm_75 too.
 struct Ordered128 : Ordered64 {
-  static constexpr int kHeadDim = 128, kWalk = 32, kStages = 1;
+  static constexpr int kHeadDim = 128, kWalk = 32, kBiasKeys = 32, kStages = 1;
 };
-// This and the smaller ones fit sm_75 too, which gives 64 KiB.
 struct Ordered192 : Ordered128 {
-  static constexpr int kHeadDim = 192, kWalk = 16;
+  static constexpr int kHeadDim = 192;
 };
 struct Ordered256 : Ordered128 {
   static constexpr int kHeadDim = 256;
 };
 struct Sm75Ordered256 : Ordered256 {
-  static constexpr int kOwn = 32, kWalk = 16, kBlocksPerSm = 4;
+  static constexpr int kOwn = 32, kWalk = 16, kBiasKeys = 16, kBlocksPerSm = 4;
 };
 struct F32Ordered64 : Ordered64 {
-  static constexpr int kWalk = 32;
+  static constexpr int kWalk = 32, kBiasKeys = 32;
 };
 struct F32Ordered128 : Ordered128 {
   static constexpr int kWalk = 16, kStages = 2;
 };
 struct F32Ordered256 : Ordered256 {
-  static constexpr int kOwn = 32, kWalk = 16, kDimWarps = 2;
+  static constexpr int kOwn = 32, kWalk = 16, kBiasKeys = 16, kDimWarps = 2;
 };
 
 // The tile number `index` of those that own queries: false when it does not exist. All threads.
@@ -87,9 +88,10 @@ __device__ __forceinline__ void find_weights(OrderedBlock<Tile, QueriesDown>& bl
   Softmax<float, 1> softmax;
   if (huge) {
     float none[1][1][4] = {};
-    block.walk(false, [&](const WalkStep& step, int stage) {
+    block.walk(false, [&](const TilePlace& step, int stage) {
       float s[1][Tile::kColumns][4];
-      block.template multiply_rows<Tile::kWalk>(s, 0, block.walk_tile(0, stage));
+      block.template multiply_rows<Tile::kWalk>(s, block.own_rows(block.own_tile(0)),
+                                                block.walk_tile(0, stage));
       block.visible_scores(s, step);
       softmax.step(s, none, scale);
     });
@@ -148,10 +150,12 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
   }
   __syncthreads();
   typename Block::Gradient dk = {}, dv = {};
-  block.walk(true, [&](const WalkStep& step, int stage) {
+  block.walk(true, [&](const TilePlace& step, int stage) {
     typename Block::Scores s, dp;
-    block.template multiply_rows<Tile::kWalk>(s, 0, block.walk_tile(0, stage));
-    block.template multiply_rows<Tile::kWalk>(dp, 1, block.walk_tile(1, stage));
+    block.template multiply_rows<Tile::kWalk>(s, block.own_rows(block.own_tile(0)),
+                                              block.walk_tile(0, stage));
+    block.template multiply_rows<Tile::kWalk>(dp, block.own_rows(block.own_tile(1)),
+                                              block.walk_tile(1, stage));
     block.gradients(s, dp, step, stage, [](int, const float(&)[8], int, int) {});
     if (p.grad.dv.ptr != nullptr) block.multiply_add(dv, s, 1, stage);
     if (p.grad.dk.ptr != nullptr) block.multiply_add(dk, dp, 0, stage);
@@ -184,12 +188,19 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
   if (live) {
     auto& state = block.state;
     const int head = state.head_end - 1, distance = state.seq.k_len - state.seq.q_len;
-    block.fetch_own(head);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int i = block.own_row() + fragment_row(2 * h);
+      block.fetch(h, head, i, state.end);
+      block.settle(h, head, i);
+    }
     typename Block::Gradient dq = {};
-    block.walk(true, [&](const WalkStep& step, int stage) {
+    block.walk(true, [&](const TilePlace& step, int stage) {
       typename Block::Scores s, dp;
-      block.template multiply_rows<Tile::kWalk>(s, 0, block.walk_tile(0, stage));
-      block.template multiply_rows<Tile::kWalk>(dp, 1, block.walk_tile(1, stage));
+      block.template multiply_rows<Tile::kWalk>(s, block.own_rows(block.own_tile(0)),
+                                                block.walk_tile(0, stage));
+      block.template multiply_rows<Tile::kWalk>(dp, block.own_rows(block.own_tile(1)),
+                                                block.walk_tile(1, stage));
       block.gradients(s, dp, step, stage, [&](int, const float(&ds)[8], int query, int key) {
         if (grid.slopes != nullptr) slopes += slope_gradient(ds, query + distance - key);
       });

@@ -53,9 +53,10 @@ struct OrderedGrid {
   int own, walk;    // rows of the tiles, at most the kernel's
 };
 
-// A tile of the walk: rows [begin, end), read with a query head; no more tiles when that is -1.
-struct WalkStep {
-  int head, begin, end, bits;
+// A tile of scores: where it begins, where its sequence ends, and what of it is visible.
+// `distance`: seqlen_k - seqlen_q; low <= key - query < high. No more tiles when head is -1.
+struct TilePlace {
+  int batch, head, query, key, query_end, key_end, distance, low, high, bits;
   bool full;
 };
 
@@ -69,7 +70,7 @@ struct OrderedState {
   bool huge;                       // BackwardFindings
   int head, head_end;              // query heads still to come
   Tiles tiles;                     // of the query head `head`
-  WalkStep steps[4];               // of step t: steps[t % 4]
+  TilePlace steps[4];              // of step t: steps[t % 4]
   RowWeight rows[2][Tile::kWalk];  // of walked queries, by stage
   float delta[2][Tile::kWalk];
   double parts[Tile::kWarps];
@@ -93,39 +94,32 @@ struct OrderedState {
         head_end(first_head + heads),
         tiles(p, s, b, first_head, begin_, end_, grid.walk) {}
 
-  // Other own rows, which are read with one query head, without a walk.
-  __device__ __forceinline__ void own(
-      const AttnParams& p, const SeqInfo& s, int b, int begin_, int end_, int head_) {
-    seq = s;
-    mask = Mask(p.mask, s);
-    batch = b;
-    head_k = head_ / p.group_size();
-    begin = begin_;
-    end = end_;
-    head_end = head_ + 1;
-  }
-
-  __device__ __forceinline__ bool next(int& tile, WalkStep& step) {
-    return tiles.walk.next(tile, step.full, step.bits);
-  }
-
   // Into steps[to].
   __device__ __forceinline__ void advance(const AttnParams& p, int to, int walk) {
-    WalkStep step;
-    int tile;
-    while (!next(tile, step)) {
+    constexpr bool kKeysDown = std::is_same_v<Layout, KeysDown>;
+    TilePlace& step = steps[to];
+    int tile, bits;
+    bool full;
+    while (!tiles.walk.next(tile, full, bits)) {
       if (++head >= head_end) {
         head = head_end;
-        steps[to].head = -1;
+        step.head = -1;
         return;
       }
       tiles = Tiles(p, seq, batch, head, begin, end, walk);
     }
-    step.head = head;
-    step.begin = tile * walk;
-    step.end = min(step.begin + walk, std::is_same_v<Layout, KeysDown> ? seq.q_len : seq.k_len);
-    step.full = step.full && step.end - step.begin == Tile::kWalk;
-    steps[to] = step;
+    const int first = tile * walk, last = min(first + walk, kKeysDown ? seq.q_len : seq.k_len);
+    step = {batch,
+            head,
+            kKeysDown ? first : begin,
+            kKeysDown ? begin : first,
+            kKeysDown ? last : end,
+            kKeysDown ? end : last,
+            seq.k_len - seq.q_len,
+            mask.low,
+            mask.high,
+            bits,
+            full && last - first == Tile::kWalk};
   }
 };
 
@@ -165,8 +159,9 @@ struct OrderedBlock {
   __device__ __forceinline__ uint32_t own_tile(int which) const {
     return smem_address(smem) + which * Tile::kOwnBytes;
   }
-  __device__ __forceinline__ uint32_t own_rows(int which) const {
-    return own_tile(which) + own_warp * 16 * 128 + query_lane<Element>();
+  // This warp's part of the own rows of a tile, as A.
+  __device__ __forceinline__ uint32_t own_rows(uint32_t tile) const {
+    return tile + own_warp * 16 * 128 + query_lane<Element>();
   }
   __device__ __forceinline__ uint32_t walk_tile(int which, int stage) const {
     return smem_address(smem) + Tile::kWalkAt + (2 * stage + which) * Tile::kWalkBytes;
@@ -184,26 +179,29 @@ struct OrderedBlock {
   // wanted.
   template <int kRows>
   __device__ __forceinline__ void load_queries(
-      uint32_t first, uint32_t second, int head, int begin, int end) const {
+      const SeqInfo& seq, uint32_t first, uint32_t second, int head, int begin, int end) const {
     const PackedRows one(1, head);
-    load_tile<kRows, kDim, Tile::kThreads>(first, QueryRows<Element>(p.q, state.seq, one), begin,
-                                           end, p.head_dim, copies_whole_chunks<Element>(p.q));
+    load_tile<kRows, kDim, Tile::kThreads>(first, QueryRows<Element>(p.q, seq, one), begin, end,
+                                           p.head_dim, copies_whole_chunks<Element>(p.q));
     if (second == 0) return;
     const TensorRef& dout = p.grad.dout;
-    load_tile<kRows, kDim, Tile::kThreads>(second, QueryRows<Element>(dout, state.seq, one), begin,
-                                           end, p.head_dim_v, copies_whole_chunks<Element>(dout));
+    load_tile<kRows, kDim, Tile::kThreads>(second, QueryRows<Element>(dout, seq, one), begin, end,
+                                           p.head_dim_v, copies_whole_chunks<Element>(dout));
   }
   template <int kRows>
   __device__ __forceinline__ void load_keys(
-      uint32_t first, uint32_t second, int head_k, int begin, int end) const {
-    load_tile<kRows, kDim, Tile::kThreads>(first, key_rows(p.k, head_k), begin, end, p.head_dim,
-                                           copies_whole_chunks<Element>(p.k));
+      const SeqInfo& seq, uint32_t first, uint32_t second, int head_k, int begin, int end) const {
+    load_tile<kRows, kDim, Tile::kThreads>(first, key_rows(seq, p.k, head_k), begin, end,
+                                           p.head_dim, copies_whole_chunks<Element>(p.k));
     if (second == 0) return;
-    load_tile<kRows, kDim, Tile::kThreads>(second, key_rows(p.v, head_k), begin, end, p.head_dim_v,
-                                           copies_whole_chunks<Element>(p.v));
+    load_tile<kRows, kDim, Tile::kThreads>(second, key_rows(seq, p.v, head_k), begin, end,
+                                           p.head_dim_v, copies_whole_chunks<Element>(p.v));
   }
-  __device__ __forceinline__ KeyRows<Element> key_rows(const TensorRef& t, int head_k) const {
-    return {p, t, key_base<Element>(p, t, state.seq, head_k), state.batch, 0, state.seq.k_len};
+  // No pages in the backward pass, so the batch does not matter.
+  __device__ __forceinline__ KeyRows<Element> key_rows(const SeqInfo& seq,
+                                                       const TensorRef& t,
+                                                       int head_k) const {
+    return {p, t, key_base<Element>(p, t, seq, head_k), 0, 0, seq.k_len};
   }
 
   // lse (as base) and delta of query i: -inf and 0 past `end`. They are on their way until
@@ -223,39 +221,30 @@ struct OrderedBlock {
       rows[n] = grid.rows[state.seq.lse_offset(p, head, i)];
     }
   }
-  // Of the thread's own two queries.
-  __device__ __forceinline__ void fetch_own(int head) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int i = own_row() + fragment_row(2 * h);
-      fetch(h, head, i, state.end);
-      settle(h, head, i);
-    }
-  }
-
   // The first tile, or also the second.
   __device__ __forceinline__ void load_own(bool both) {
     const uint32_t second = both ? own_tile(1) : 0;
     if constexpr (kKeysDown) {
-      load_keys<Tile::kOwn>(own_tile(0), second, state.head_k, state.begin, state.end);
+      load_keys<Tile::kOwn>(state.seq, own_tile(0), second, state.head_k, state.begin, state.end);
     } else {
-      load_queries<Tile::kOwn>(own_tile(0), second, state.head_end - 1, state.begin, state.end);
+      load_queries<Tile::kOwn>(state.seq, own_tile(0), second, state.head_end - 1, state.begin,
+                               state.end);
     }
   }
-  __device__ __forceinline__ void load_walk(const WalkStep& step, int stage, bool both) {
+  __device__ __forceinline__ void load_walk(const TilePlace& step, int stage, bool both) {
     const uint32_t first = walk_tile(0, stage), second = both ? walk_tile(1, stage) : 0;
     if constexpr (kKeysDown) {
-      load_queries<Tile::kWalk>(first, second, step.head, step.begin, step.end);
-      if (threadIdx.x < Tile::kWalk) fetch(0, step.head, step.begin + threadIdx.x, step.end);
+      load_queries<Tile::kWalk>(state.seq, first, second, step.head, step.query, step.query_end);
+      if (threadIdx.x < Tile::kWalk) fetch(0, step.head, step.query + threadIdx.x, step.query_end);
     } else {
-      load_keys<Tile::kWalk>(first, second, state.head_k, step.begin, step.end);
+      load_keys<Tile::kWalk>(state.seq, first, second, state.head_k, step.key, step.key_end);
     }
     ptx::copy_async_commit();
   }
 
   // A query that saw nothing has no gradient, whatever its dO holds.
-  __device__ __forceinline__ void clear_empty(const WalkStep& step, int stage) const {
-    for (int row = threadIdx.x / 32; row < step.end - step.begin; row += Tile::kWarps) {
+  __device__ __forceinline__ void clear_empty(const TilePlace& step, int stage) const {
+    for (int row = threadIdx.x / 32; row < step.query_end - step.query; row += Tile::kWarps) {
       if (state.rows[stage][row].base != INFINITY) continue;
       for (int chunk = threadIdx.x % 32; chunk < kDim / kChunkOf<Element>; chunk += 32) {
         const uint32_t at = Tile::kWalkAt + (2 * stage + 1) * Tile::kWalkBytes;
@@ -285,19 +274,19 @@ struct OrderedBlock {
       bool empty = false;
       if constexpr (kKeysDown) {
         if (threadIdx.x < Tile::kWalk) {
-          const WalkStep& step = state.steps[t % 4];
-          if (step.head >= 0) settle(0, step.head, step.begin + threadIdx.x);
+          const TilePlace& step = state.steps[t % 4];
+          if (step.head >= 0) settle(0, step.head, step.query + threadIdx.x);
           state.rows[stage][threadIdx.x] = rows[0];
           state.delta[stage][threadIdx.x] = delta[0];
-          empty = rows[0].base == INFINITY && threadIdx.x < step.end - step.begin;
+          empty = rows[0].base == INFINITY && threadIdx.x < step.query_end - step.query;
         }
       }
       ptx::copy_async_wait<0>();
       empty = __syncthreads_or(empty);
-      const WalkStep step = state.steps[t % 4];
+      const TilePlace& step = state.steps[t % 4];
       if (step.head < 0) return;
       if (kKeysDown && empty) clear_empty(step, stage);
-      const WalkStep& next = state.steps[(t + 1) % 4];
+      const TilePlace& next = state.steps[(t + 1) % 4];
       if (kAhead && next.head >= 0) load_walk(next, stage ^ 1, both);
       if (threadIdx.x == 0) state.advance(p, (t + 2) % 4, grid.walk);
       if (sees(step)) body(step, stage);
@@ -308,26 +297,33 @@ struct OrderedBlock {
     }
   }
 
+  // Where chunk n of this warp's part begins.
+  __device__ __forceinline__ int chunk_query(const TilePlace& tile, int n) const {
+    return tile.query + 16 * (kKeysDown ? n : own_warp);
+  }
+  __device__ __forceinline__ int chunk_key(const TilePlace& tile, int n) const {
+    return tile.key + 16 * (kKeysDown ? own_warp : n);
+  }
+
   // Whether the window leaves something of a tile to this warp's rows.
-  __device__ __forceinline__ bool sees(const WalkStep& step) const {
-    const int own = own_row();
-    const int key = kKeysDown ? own : step.begin, key_end = kKeysDown ? own + 16 : step.end;
-    const int query = kKeysDown ? step.begin : own, query_end = kKeysDown ? step.end : own + 16;
-    return key_end - 1 - query >= state.mask.low && key - (query_end - 1) < state.mask.high;
+  __device__ __forceinline__ bool sees(const TilePlace& tile) const {
+    const int query = chunk_query(tile, 0), key = chunk_key(tile, 0);
+    const int query_end = kKeysDown ? tile.query_end : query + 16;
+    const int key_end = kKeysDown ? key + 16 : tile.key_end;
+    return key_end - 1 - query >= tile.low && key - (query_end - 1) < tile.high;
   }
 
   // ---- products of a warp
 
-  // c = A B^T: own rows of tile `which`, rows of a tile of kRows at `b`.
+  // c = A B^T: own_rows of a tile at `a`, rows of a tile of kRows at `b`.
   template <int kRows>
   __device__ __forceinline__ void multiply_rows(float (&c)[1][kRows / 8][4],
-                                                int which,
+                                                uint32_t a,
                                                 uint32_t b) const {
     if constexpr (sizeof(Element) == 4) {
-      warp_multiply_rows<kDim, Tile::kOwn, kRows>(c, own_rows(which), b + pair_lane());
+      warp_multiply_rows<kDim, Tile::kOwn, kRows>(c, a, b + pair_lane());
     } else {
-      warp_matmul_qk<Element, kDim, kRows, kRows, Tile::kOwn>(c, own_rows(which),
-                                                              b + column_lane());
+      warp_matmul_qk<Element, kDim, kRows, kRows, Tile::kOwn>(c, a, b + column_lane());
     }
   }
   // sum += A B: accumulators, this warp's columns of a walked tile.
@@ -348,40 +344,39 @@ struct OrderedBlock {
 
   // ---- scores
 
-  __device__ __forceinline__ HeadFeatures features(const WalkStep& step) const {
-    const int key_end = kKeysDown ? state.end : step.end;
-    const int query_end = kKeysDown ? step.end : state.end;
-    return {p, state.batch, step.head, state.seq.k_len - state.seq.q_len, key_end, query_end};
+  __device__ __forceinline__ HeadFeatures features(const TilePlace& tile) const {
+    return {p, tile.batch, tile.head, tile.distance, tile.key_end, tile.query_end};
   }
 
-  // s: q . k -> P as it meets V (without dropout's scale). dp: dP -> dS as it meets Q and K. Calls
-  // use(n, ds, query, key) with the score gradients of chunk n, which begins there.
-  template <int kColumns, class Use>
+  // s: q . k -> P as it meets V (without dropout's scale). dp: dP -> dS as it meets Q and K.
+  // bias(x, n) adds the bias to chunk n of the scores; use(n, ds, query, key) gets the score
+  // gradients of chunk n, which begins there.
+  template <int kColumns, class AddBias, class Use>
   __device__ __forceinline__ void gradients(float (&s)[1][kColumns][4],
                                             float (&dp)[1][kColumns][4],
-                                            const WalkStep& step,
+                                            const TilePlace& tile,
                                             int stage,
+                                            const AddBias& bias,
                                             const Use& use) const {
-    const HeadFeatures head = features(step);
-    const Visible visible{p.mask,       state.mask.low, state.mask.high,
-                          head.key_end, head.query_end, step.bits};
+    const HeadFeatures head = features(tile);
+    const Visible visible{p.mask, tile.low, tile.high, tile.key_end, tile.query_end, tile.bits};
     DropoutChunk<Layout> drawn;
     const float scale = static_cast<float>(p.dropout.scale);
 #pragma unroll
     for (int n = 0; n < kColumns / 2; ++n) {
-      const int query = kKeysDown ? step.begin + 16 * n : own_row();
-      const int key = kKeysDown ? own_row() : step.begin + 16 * n;
+      const int query = chunk_query(tile, n), key = chunk_key(tile, n);
       float x[8], slope[8], ds[8];
 #pragma unroll
       for (int e = 0; e < 8; ++e)
         x[e] = s[0][2 * n + e / 4][e % 4];
       exact_scores<Element, Layout>(x, slope, head, query, key);
+      bias(x, n);
 #pragma unroll
       for (int e = 0; e < 8; ++e) {
         const RowWeight row = row_of(e, n, stage);
         x[e] = ptx::exp2_approx((x[e] - row.base) * kLog2e) * row.weight;
       }
-      if (!step.full) hide<Layout>(x, visible, query, key);
+      if (!tile.full) hide<Layout>(x, visible, query, key);
       if (p.dropout.philox != nullptr)
         mark_dropped(x, drawn, kKeysDown || n == 0, head, query, key);
 #pragma unroll
@@ -395,15 +390,23 @@ struct OrderedBlock {
     }
   }
 
+  // The same with the bias from global memory.
+  template <class Use>
+  __device__ __forceinline__ void gradients(
+      Scores& s, Scores& dp, const TilePlace& tile, int stage, const Use& use) const {
+    const auto bias = [&](float(&x)[8], int n) {
+      add_chunk_bias<Layout>(x, features(tile), chunk_query(tile, n), chunk_key(tile, n));
+    };
+    gradients(s, dp, tile, stage, bias, use);
+  }
+
   // s: q . k -> scores, -inf what is hidden.
-  __device__ __forceinline__ void visible_scores(Scores& s, const WalkStep& step) const {
-    const HeadFeatures head = features(step);
-    const Visible visible{p.mask,       state.mask.low, state.mask.high,
-                          head.key_end, head.query_end, step.bits};
+  __device__ __forceinline__ void visible_scores(Scores& s, const TilePlace& tile) const {
+    const HeadFeatures head = features(tile);
+    const Visible visible{p.mask, tile.low, tile.high, tile.key_end, tile.query_end, tile.bits};
 #pragma unroll
     for (int n = 0; n < Tile::kColumns / 2; ++n) {
-      const int query = kKeysDown ? step.begin + 16 * n : own_row();
-      const int key = kKeysDown ? own_row() : step.begin + 16 * n;
+      const int query = chunk_query(tile, n), key = chunk_key(tile, n);
       float x[8], slope[8], seen[8];
 #pragma unroll
       for (int e = 0; e < 8; ++e) {
@@ -411,7 +414,8 @@ struct OrderedBlock {
         seen[e] = 1;
       }
       exact_scores<Element, Layout>(x, slope, head, query, key);
-      if (!step.full) hide<Layout>(seen, visible, query, key);
+      add_chunk_bias<Layout>(x, head, query, key);
+      if (!tile.full) hide<Layout>(seen, visible, query, key);
 #pragma unroll
       for (int e = 0; e < 8; ++e)
         s[0][2 * n + e / 4][e % 4] = seen[e] == 0 ? -INFINITY : x[e];
@@ -443,8 +447,8 @@ struct OrderedBlock {
     const int row = threadIdx.x / 32 * kRows;
     const bool whole = copies_whole_chunks<Element>(t);
     if constexpr (kKeysDown) {
-      store_rows<Tile::kOwn, kRows, kDim>(tile, row, key_rows(t, state.head_k), state.begin + row,
-                                          state.end, dim, whole);
+      store_rows<Tile::kOwn, kRows, kDim>(tile, row, key_rows(state.seq, t, state.head_k),
+                                          state.begin + row, state.end, dim, whole);
     } else {
       const QueryRows<Element> out(t, state.seq, PackedRows(1, state.head_end - 1));
       store_rows<Tile::kOwn, kRows, kDim>(tile, row, out, state.begin + row, state.end, dim, whole);

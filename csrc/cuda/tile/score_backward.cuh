@@ -150,7 +150,8 @@ __device__ __forceinline__ void cap_score(float& x, float& slope, float cap) {
   }
 }
 
-// q . k -> scores of the specification, in natural units; slope: d score / d (scale q . k).
+// q . k -> scores of the specification but for the bias, in natural units; slope: d score / d
+// (scale q . k).
 template <class Element, class Layout>
 __device__ __forceinline__ void exact_scores(
     float (&x)[8], float (&slope)[8], const HeadFeatures& f, int query, int key) {
@@ -174,12 +175,25 @@ __device__ __forceinline__ void exact_scores(
       x[e] -= alibi * static_cast<float>(abs(away));
     }
   }
-  if (p.bias.ptr == nullptr) return;
+}
+
+// -inf hides even a score that is inf or NaN.
+__device__ __forceinline__ float biased(float x, float bias) {
+  return bias == -INFINITY ? -INFINITY : x + bias;
+}
+
+// The bias of a chunk, if there is one.
+template <class Layout>
+__device__ __forceinline__ void add_chunk_bias(float (&x)[8],
+                                               const HeadFeatures& f,
+                                               int query,
+                                               int key) {
+  if (f.p.bias.ptr == nullptr) return;
   float bias[8];
   load_bias<Layout>(bias, f, query, key);
 #pragma unroll
   for (int e = 0; e < 8; ++e)
-    x[e] = bias[e] == -INFINITY ? -INFINITY : x[e] + bias[e];
+    x[e] = biased(x[e], bias[e]);
 }
 
 // ---- dropout
