@@ -115,7 +115,8 @@ def one_hot_run():
 
 
 def test_bc56_graph_draws_a_fresh_dropout_mask_each_replay():
-    graph, (forward, backward) = capture(one_hot_run())
+    run = one_hot_run()  # holds the inputs that the graph reads
+    graph, (forward, backward) = capture(run)
     masks = []
     for seed in (1, None, None, 1):
         if seed is not None:
