@@ -52,9 +52,9 @@ struct BackwardLoads {
     const int live = min(grid.block_n, seq.k_len - key);
     const int64_t k = seq.k_offset(p.k, key, head_k), v = seq.k_offset(p.v, key, head_k);
     load<T::kBlockN, T::kHeadDim>(smem, p.k, k, live, p.head_dim,
-                                  copies_whole_chunks<Element>(p.k));
+                                  copies_whole_chunks<Element>(p.k, p.head_dim));
     load<T::kBlockN, T::kHeadDimV>(smem + T::kKBytes, p.v, v, live, p.head_dim_v,
-                                   copies_whole_chunks<Element>(p.v));
+                                   copies_whole_chunks<Element>(p.v, p.head_dim_v));
     ptx::copy_async_commit();
   }
 

@@ -182,20 +182,24 @@ struct OrderedBlock {
       const SeqInfo& seq, uint32_t first, uint32_t second, int head, int begin, int end) const {
     const PackedRows one(1, head);
     load_tile<kRows, kDim, Tile::kThreads>(first, QueryRows<Element>(p.q, seq, one), begin, end,
-                                           p.head_dim, copies_whole_chunks<Element>(p.q));
+                                           p.head_dim,
+                                           copies_whole_chunks<Element>(p.q, p.head_dim));
     if (second == 0) return;
     const TensorRef& dout = p.grad.dout;
     load_tile<kRows, kDim, Tile::kThreads>(second, QueryRows<Element>(dout, seq, one), begin, end,
-                                           p.head_dim_v, copies_whole_chunks<Element>(dout));
+                                           p.head_dim_v,
+                                           copies_whole_chunks<Element>(dout, p.head_dim_v));
   }
   template <int kRows>
   __device__ __forceinline__ void load_keys(
       const SeqInfo& seq, uint32_t first, uint32_t second, int head_k, int begin, int end) const {
     load_tile<kRows, kDim, Tile::kThreads>(first, key_rows(seq, p.k, head_k), begin, end,
-                                           p.head_dim, copies_whole_chunks<Element>(p.k));
+                                           p.head_dim,
+                                           copies_whole_chunks<Element>(p.k, p.head_dim));
     if (second == 0) return;
     load_tile<kRows, kDim, Tile::kThreads>(second, key_rows(seq, p.v, head_k), begin, end,
-                                           p.head_dim_v, copies_whole_chunks<Element>(p.v));
+                                           p.head_dim_v,
+                                           copies_whole_chunks<Element>(p.v, p.head_dim_v));
   }
   // No pages in the backward pass, so the batch does not matter.
   __device__ __forceinline__ KeyRows<Element> key_rows(const SeqInfo& seq,

@@ -96,7 +96,7 @@ struct General64 : Backward64 {
 // Less shared memory: 163 KB (Medium), 99 KB (Small), 64 KB (Sm75).
 struct Small64 : General64 {
   using Narrow = void;
-  static constexpr int kBlockN = 128, kBlocksPerSm = 2;
+  static constexpr int kBlockN = 128, kWarpKeys = 32;  // 64 keys a warp spill
 };
 struct Narrow64 : Backward64 {
   using Narrow = void;

@@ -148,7 +148,8 @@ __global__ void __launch_bounds__(Tile::kWarps * 32, blocks_per_sm<Tile>())
   const SeqInfo seq(p, task.batch);
   if (!task.cut(seq, grid.block_m)) return;
   load_tile<kBlockM, kDim, kThreads>(q_smem, QueryRows<Element>(p.q, seq, task.rows), task.begin,
-                                     task.end, p.head_dim, copies_whole_chunks<Element>(p.q));
+                                     task.end, p.head_dim,
+                                     copies_whole_chunks<Element>(p.q, p.head_dim));
   Order order;
   if constexpr (kScore == Score::kGeneral) order.by_thread = grid.by_thread;
   const KvTiles walk = key_walk(p, grid, seq, task);

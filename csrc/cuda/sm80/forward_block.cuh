@@ -84,8 +84,8 @@ struct KeySide {
     const int head_k = task.rows.head_first / p.group_size();
     k = key_base<Element>(p, p.k, seq, head_k);
     v = key_base<Element>(p, p.v, seq, head_k);
-    k_whole = copies_whole_chunks<Element>(p.k);
-    v_whole = copies_whole_chunks<Element>(p.v);
+    k_whole = copies_whole_chunks<Element>(p.k, p.head_dim);
+    v_whole = copies_whole_chunks<Element>(p.v, p.head_dim_v);
   }
 };
 

@@ -92,7 +92,8 @@ __global__ void __launch_bounds__(Tile::kWarps * 32, 1)
   const SeqInfo seq(p, task.batch);
   if (!task.cut(seq, grid.block_m)) return;
   load_tile<kBlockM, kDim, kThreads>(q_smem, QueryRows<Element>(p.q, seq, task.rows), task.begin,
-                                     task.end, p.head_dim, copies_whole_chunks<Element>(p.q));
+                                     task.end, p.head_dim,
+                                     copies_whole_chunks<Element>(p.q, p.head_dim));
   const KvTiles walk = key_walk(p, grid, seq, task);
   const KeySide<Element> keys(p, seq, task);
   int position = walk.walk.position();

@@ -82,6 +82,13 @@ __device__ __forceinline__ bool copies_whole_chunks(const TensorRef& t) {
          t.row < (1 << 22);
 }
 
+// The same for loads of `dim` columns: no chunk is cut. (A copy of 16 bytes reads all of them, as
+// far as the memory checker is concerned, however few it is told to.)
+template <class Element>
+__device__ __forceinline__ bool copies_whole_chunks(const TensorRef& t, int dim) {
+  return dim % (16 / static_cast<int>(sizeof(Element))) == 0 && copies_whole_chunks<Element>(t);
+}
+
 // Tiles of kRows evenly spaced rows that all exist, of whole chunks. What a thread copies of a tile
 // is its chunk of every kStep-th row, in each panel.
 template <class Element, int kRows, int kDim, int kThreads>
