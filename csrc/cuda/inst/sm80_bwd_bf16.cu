@@ -15,7 +15,7 @@ static constexpr KernelRow kRows[] = {
     backward_row<bf16, General64, Score::kGeneral>("sm80_backward_bf16_d64_general", 80),
     backward_row<bf16, Small64, Score::kGeneral>("sm80_backward_bf16_d64_small", 80),
     backward_row<bf16, Backward128, Score::kPlain>("sm80_backward_bf16_d128", 80),
-    backward_row<bf16, Backward128, Score::kGeneral>("sm80_backward_bf16_d128_general", 80),
+    backward_row<bf16, General128, Score::kGeneral>("sm80_backward_bf16_d128_general", 80),
     backward_row<bf16, Small128, Score::kGeneral>("sm80_backward_bf16_d128_small", 80),
     backward_row<bf16, Backward192, Score::kPlain>("sm80_backward_bf16_d192", 80),
     backward_row<bf16, Backward192, Score::kGeneral>("sm80_backward_bf16_d192_general", 80),

@@ -16,7 +16,7 @@ static constexpr KernelRow kRows[] = {
     backward_row<f16, Small64, Score::kGeneral>("sm80_backward_f16_d64_small", 80),
     backward_row<f16, Sm75Backward64, Score::kGeneral>("sm80_backward_f16_d64_sm75", 75),
     backward_row<f16, Backward128, Score::kPlain>("sm80_backward_f16_d128", 80),
-    backward_row<f16, Backward128, Score::kGeneral>("sm80_backward_f16_d128_general", 80),
+    backward_row<f16, General128, Score::kGeneral>("sm80_backward_f16_d128_general", 80),
     backward_row<f16, Small128, Score::kGeneral>("sm80_backward_f16_d128_small", 80),
     backward_row<f16, Sm75Backward128, Score::kGeneral>("sm80_backward_f16_d128_sm75", 75),
     backward_row<f16, Backward192, Score::kPlain>("sm80_backward_f16_d192", 80),

@@ -259,14 +259,11 @@ struct BackwardBlock : BackwardStore<Element, Tile> {
     constexpr int kEach = Pieces<1>::kPieces / T::kSubSteps;
     static_assert(kEach <= T::kHeadDimV / 16 && kEach % Pieces<1>::kPanels == 0);
     if (hidden(state.steps[t % 4])) {
-      if (T::kStages == 2) query_steps(t - 1);
       this->template load_next<1>(t);
       return;
     }
 #pragma unroll 1
     for (int sub = 0; sub < T::kSubSteps; ++sub) {
-      if (T::kStages == 2 && T::kSubSteps > 1 && sub < T::kDqPasses) query_step(t - 1, sub);
-      if (T::kStages == 2 && T::kSubSteps == 1) query_steps(t - 1, 0, (T::kDqPasses + 1) / 2);
       Scores dp;
       zero(dp);
       const Pieces<1> next = this->template next_rows<1>(t, sub * kEach);
@@ -275,8 +272,6 @@ struct BackwardBlock : BackwardStore<Element, Tile> {
                                  if (T::kStages == 2 && k < kEach) next.issue(k);
                                });
       if (sub + 1 == T::kSubSteps) this->template finish_next<1>(t);
-      if (T::kStages == 2 && T::kSubSteps == 1 && T::kDqPasses > 1)
-        query_steps(t - 1, (T::kDqPasses + 1) / 2);
       Operands sent, a;
       receive(sent, t, sub);
       make_score_gradient(a, sent, dp, t, first_query(sub));
@@ -335,23 +330,24 @@ struct BackwardBlock : BackwardStore<Element, Tile> {
     }
   }
 
-  // Role 1: dQ of a tile whose dS^T is complete, in passes.
-  __device__ __forceinline__ void query_steps(int t, int first = 0, int end = T::kDqPasses) const {
+  // Role 1: dQ of a tile whose dS^T is complete.
+  __device__ __forceinline__ void query_step(int t) const {
+    if (t < 0 || grid.dq_accum == nullptr) return;
 #pragma unroll 1
-    for (int pass = first; pass < end; ++pass)
-      query_step(t, pass);
+    for (int pass = 0; pass < T::kDqPasses; ++pass)
+      query_pass(state.steps[t % 4], ds_tile(t), pass);
   }
 
-  __device__ __forceinline__ void query_step(int t, int pass) const {
-    if (t < 0 || grid.dq_accum == nullptr) return;
+  __device__ __forceinline__ void query_pass(const QueryStep& step,
+                                             uint32_t ds_rows,
+                                             int pass) const {
     constexpr int kRows = T::kDqRows, kColumnWarps = T::kDqColumnWarps, kPairs = T::kDqPairs;
-    const QueryStep& step = state.steps[t % 4];
     const uint32_t thread = here(threadIdx.x), lane = thread % 32;
     const int own = static_cast<int>(thread) / 32 % T::kRoleWarps;
     const int column = pass * kPairs * kColumnWarps + own % kColumnWarps;  // of 16
     const int query = own / kColumnWarps * kRows, row = query + static_cast<int>(lane) / 4;
     float dq[kRows / 16][2 * kPairs][4] = {};
-    const uint32_t ds = operand_at<0>(columns_operand(here(ds_tile(t))), query / 16);
+    const uint32_t ds = operand_at<0>(columns_operand(here(ds_rows)), query / 16);
     const uint32_t keys = operand_at<T::kBlockN>(rows_operand(here(smem)), column);
     if (step.parts_end - step.parts_begin == T::kKeyWarps) {
       multiply_keys<Element, T::kBlockN, T::kBlockN, kColumnWarps>(dq, ds, keys);
@@ -399,6 +395,7 @@ struct BackwardBlock : BackwardStore<Element, Tile> {
         value_step(acc, t);
         if (threadIdx.x == 0) this->advance(t + 2);
       } else {
+        if (T::kStages == 2) query_step(t - 1);
         key_step(acc, t);
       }
       if constexpr (T::kStages == 1) {
@@ -408,13 +405,13 @@ struct BackwardBlock : BackwardStore<Element, Tile> {
           this->load_queries(next, 0);
           this->load_stats(next);
         }
-        if (kRole == 1) query_steps(t);
+        if (kRole == 1) query_step(t);
       }
     }
     ptx::copy_async_wait<0>();
     barrier_all();
     if constexpr (T::kStages == 2) {
-      if (kRole == 1) query_steps(t - 1);
+      if (kRole == 1) query_step(t - 1);
       barrier_all();
     }
     this->template write<kRole>(acc);

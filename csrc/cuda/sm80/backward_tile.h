@@ -28,12 +28,14 @@ struct BackwardTile : Numbers {
   static constexpr int kSubBarriers = min_of(kSubSteps, 2);  // of a group, taking turns
   static constexpr bool kShareProbabilities = N::kDimWarps > 1;
   // dQ of a step is role 1's: a warp has kDqRows queries, and of every kDqColumnWarps-th 16 columns
-  // kDqPairs in each of kDqPasses passes. The passes lie apart in time: what they add up waits for
-  // L2, and with it whatever is loaded behind it.
+  // kDqPairs in each of kDqPasses passes. Fewer columns a pass read dS more often: two passes at
+  // head_dim 128 and four at 256 cost 15 and 20 % (H200), which the others pay not to spill.
   static constexpr int kDqRows = min_of(N::kBlockM, 32);
   static constexpr int kDqColumnWarps = kRoleWarps / (N::kBlockM / kDqRows);
-  static constexpr int kDqPairs = 2;
-  static constexpr int kDqPasses = N::kHeadDim / 16 / kDqColumnWarps / kDqPairs;
+  static constexpr int kDqAll = N::kHeadDim / 16 / kDqColumnWarps;
+  static constexpr int kDqMost = kScore == Score::kGeneral || N::kHeadDim == 64 ? 2 : 6;
+  static constexpr int kDqPairs = kDqAll > 6 ? min_of(kDqMost, 4) : min_of(kDqMost, kDqAll);
+  static constexpr int kDqPasses = kDqAll / kDqPairs;
 
   static constexpr int kKBytes = 2 * N::kBlockN * N::kHeadDim;
   static constexpr int kVBytes = 2 * N::kBlockN * N::kHeadDimV;
@@ -53,7 +55,6 @@ struct BackwardTile : Numbers {
 
   static_assert(N::kBlockM <= 64 && N::kBlockN % N::kWarpKeys == 0 && kThreads >= 2 * N::kBlockM);
   static_assert(kDqPairs * kDqPasses * kDqColumnWarps * 16 == N::kHeadDim);
-  static_assert(kDqPasses <= kSubSteps || kSubSteps == 1);
   static_assert(1 + kKeyWarps * (kSubBarriers + (kShareProbabilities ? 1 : 0)) <= 16,
                 "a block has 16 barriers");
 };
@@ -67,13 +68,18 @@ struct Backward64 {
   using Narrow = Narrow64;
   static constexpr int kHeadDim = 64, kHeadDimV = 64;
   static constexpr int kBlockM = 64, kBlockN = 256, kWarpKeys = 64, kDimWarps = 1;
-  static constexpr int kSubQueries = 32, kStages = 2, kBlocksPerSm = 1;
+  static constexpr int kStages = 2, kBlocksPerSm = 1;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+  static constexpr int kSubQueries = 16;  // without stmatrix 32 spill
+#else
+  static constexpr int kSubQueries = 32;
+#endif
 };
 struct Backward128 {
   using Narrow = void;
   static constexpr int kHeadDim = 128, kHeadDimV = 128;
   static constexpr int kBlockM = 64, kBlockN = 128, kWarpKeys = 32, kDimWarps = 1;
-  static constexpr int kSubQueries = 32, kStages = 2, kBlocksPerSm = 1;
+  static constexpr int kSubQueries = 64, kStages = 2, kBlocksPerSm = 1;
 };
 struct Backward192 {
   using Narrow = void;
@@ -87,10 +93,13 @@ struct Backward256 {
   static constexpr int kBlockM = 64, kBlockN = 64, kWarpKeys = 32, kDimWarps = 2;
   static constexpr int kSubQueries = 32, kStages = 2, kBlocksPerSm = 1;
 };
-// A general kernel has more to keep beside the scores.
+// The general kernels have more to keep beside the scores.
 struct General64 : Backward64 {
   using Narrow = Small64;
   static constexpr int kSubQueries = 16;
+};
+struct General128 : Backward128 {
+  static constexpr int kSubQueries = 32;
 };
 
 // Less shared memory: 163 KB (Medium), 99 KB (Small), 64 KB (Sm75).
