@@ -3,7 +3,8 @@
 
 flash-attn info    versions, devices, compiled kernels, what is missing and how to get it
 flash-attn demo    trains a small GPT-2 on real text with and without this package (_demo.py)
-flash-attn bench   runs benchmarks/bench.py of the checkout that this package lies in
+flash-attn bench   runs benchmarks/bench.py of the checkout that this package lies in;
+                   `bench paper` its paper.py, the first paper's tables
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from . import __version__, _demo, _ops
 from .explain import describe_device, host_missing
 
 _PASSES = ("forward", "backward", "delta")
-_BENCH = Path(__file__).resolve().parent.parent / "benchmarks" / "bench.py"
+_BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -63,10 +64,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run_bench(arguments: list[str]) -> int:
-    if not _BENCH.exists():
-        print(f"flash-attn bench: needs a checkout; there is no {_BENCH}", file=sys.stderr)
+    paper = arguments[:1] == ["paper"]
+    program = _BENCHMARKS / ("paper.py" if paper else "bench.py")
+    if not program.exists():
+        print(f"flash-attn bench: needs a checkout; there is no {program}", file=sys.stderr)
         return 2
-    return subprocess.call([sys.executable, str(_BENCH), *arguments])
+    return subprocess.call([sys.executable, str(program), *arguments[paper:]])
 
 
 def run_demo(options: argparse.Namespace) -> int:

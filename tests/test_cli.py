@@ -48,8 +48,11 @@ def test_cli_bench(tmp_path, monkeypatch, capsys):
     """Options go through, the status comes back; without a checkout it says so."""
     done = run("bench", "--op", "unknown")
     assert done.returncode == 2 and "'unknown' is not one of fwd" in done.stderr
-    monkeypatch.setattr(cli, "_BENCH", tmp_path / "bench.py")
-    assert cli.main(["bench"]) == 2 and "needs a checkout" in capsys.readouterr().err
+    done = run("bench", "paper", "unknown")
+    assert done.returncode == 2 and "'unknown' is not one of attention" in done.stderr
+    monkeypatch.setattr(cli, "_BENCHMARKS", tmp_path)
+    for arguments in (["bench"], ["bench", "paper"]):
+        assert cli.main(arguments) == 2 and "needs a checkout" in capsys.readouterr().err
 
 
 def test_cli_demo():

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Training through Hugging Face, for paper.py: one model with each implementation of attention.
+
+Each run is a process of its own (python paper_training.py JSON), so that its peak memory is its
+own; it reports one JSON object a line. All runs of a model begin with one seed and see the same
+batches of real text, so that without dropout their losses differ by rounding alone.
+"""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from statistics import median
+
+import torch
+from paper_attention import Setting  # puts a checkout that is built in place on the path
+
+WARM_UP = 5  # steps that are not timed
+MASKED = 0.15  # of BERT's tokens
+
+
+@dataclass(frozen=True)
+class Task:
+    """One model and its batches."""
+
+    model: str  # "gpt2" or "bert"
+    batch: int
+    seqlen: int
+    layers: int
+    width: int
+    heads: int
+    vocabulary: int
+    device: str
+    steps: int
+    dropout: float
+    learning_rate: float = 6e-4
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.model} {self.batch} x {self.seqlen}"
+
+
+def task_of(setting: Setting, model: str, batch: int, seqlen: int) -> Task:
+    """GPT-2 small or BERT-large; a tiny one where sizes are small."""
+    if setting.small:
+        batch, seqlen, sizes = 2, seqlen // 8, (2, 64, 2, 256)
+    else:
+        sizes = (12, 768, 12, 50257) if model == "gpt2" else (24, 1024, 16, 30522)
+    rate = 6e-4 if model == "gpt2" else 1e-4
+    return Task(model, batch, seqlen, *sizes, setting.device, setting.steps, setting.dropout, rate)
+
+
+def gpt2(setting: Setting) -> Iterator[dict]:
+    """A step of training GPT-2 small: milliseconds, GiB, losses"""
+    for batch, seqlen in ((16, 1024), (4, 4096)):
+        yield from compare(setting, task_of(setting, "gpt2", batch, seqlen))
+
+
+def bert(setting: Setting) -> Iterator[dict]:
+    """A step of training BERT-large: milliseconds, GiB, losses"""
+    yield from compare(setting, task_of(setting, "bert", 32, 512))
+
+
+def context(setting: Setting) -> Iterator[dict]:
+    """GPT-2 small, 16k tokens a step in longer contexts: eager at 1,024 against ours"""
+    short = task_of(setting, "gpt2", 16, 1024)
+    first = row_of(short, "eager", train(short, "eager"))
+    first["times_eager"] = 1.0
+    yield first
+    for batch, seqlen in ((16, 1024), (8, 2048), (4, 4096)):
+        task = task_of(setting, "gpt2", batch, seqlen)
+        row = row_of(task, "ours", train(task, "ours"))
+        if "ms" in row and "ms" in first:
+            tokens = task.batch * task.seqlen / (short.batch * short.seqlen)
+            row["times_eager"] = row["ms"] / tokens / first["ms"]
+        yield row
+
+
+def compare(setting: Setting, task: Task) -> Iterator[dict]:
+    """One row an implementation; `off` is the largest distance of a loss from eager's."""
+    rows = [row_of(task, impl, train(task, impl)) for impl in setting.impls]
+    eager = next((row.get("losses") for row in rows if row["impl"] == "eager"), None)
+    for row in rows:
+        if eager and row.get("losses"):
+            row["off"] = max(abs(a - b) for a, b in zip(row["losses"], eager, strict=True))
+        yield row
+
+
+def row_of(task: Task, impl: str, found: dict) -> dict:
+    row: dict[str, object] = {"case": task.name, "impl": impl}
+    if found.get("failed"):
+        return row | {"note": found["failed"]}
+    return row | {
+        "ms": found["seconds"] * 1e3,
+        "tokens/s": task.batch * task.seqlen / found["seconds"],
+        "GiB": found["peak"] / 2**30,
+        "first_loss": found["losses"][0],
+        "last_loss": found["losses"][-1],
+        "losses": found["losses"],
+    }
+
+
+def train(task: Task, impl: str) -> dict:
+    """What one run reported."""
+    from tqdm import tqdm
+
+    command = [sys.executable, __file__, json.dumps(asdict(task)), impl]
+    found: dict = {"losses": []}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with process, tqdm(total=task.steps, desc=f"{task.name} {impl}", unit="step") as bar:
+        for line in process.stdout:
+            fields = json.loads(line)
+            if "loss" in fields:
+                found["losses"].append(fields["loss"])
+                bar.set_postfix(loss=f"{fields['loss']:.3f}")
+                bar.update()
+            else:
+                found |= fields
+        errors = process.stderr.read().strip().splitlines()
+    if process.returncode:
+        found["failed"] = errors[-1][:160] if errors else f"exit status {process.returncode}"
+    return found
+
+
+# ---- one run, in a process of its own
+
+
+def build_model(task: Task, impl: str):
+    import transformers
+
+    from flash_attn.integrations.transformers import register
+
+    name = register() if impl == "ours" else impl
+    torch.manual_seed(task.seed)
+    if task.model == "gpt2":
+        config = transformers.GPT2Config(
+            vocab_size=task.vocabulary,
+            n_positions=task.seqlen,
+            n_embd=task.width,
+            n_layer=task.layers,
+            n_head=task.heads,
+            attn_pdrop=task.dropout,
+            resid_pdrop=task.dropout,
+            embd_pdrop=task.dropout,
+            attn_implementation=name,
+        )
+        return transformers.GPT2LMHeadModel(config).to(task.device)
+    config = transformers.BertConfig(
+        vocab_size=task.vocabulary,
+        max_position_embeddings=task.seqlen,
+        hidden_size=task.width,
+        num_hidden_layers=task.layers,
+        num_attention_heads=task.heads,
+        intermediate_size=4 * task.width,
+        hidden_dropout_prob=task.dropout,
+        attention_probs_dropout_prob=task.dropout,
+        attn_implementation=name,
+    )
+    return transformers.BertForMaskedLM(config).to(task.device)
+
+
+def batches(task: Task) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(tokens, labels) of random places in real text, byte by byte; BERT's masked."""
+    from flash_attn._demo import read_text
+
+    text = torch.frombuffer(bytearray(read_text(None)), dtype=torch.uint8)
+    places = torch.Generator().manual_seed(task.seed)
+    while True:
+        starts = torch.randint(len(text) - task.seqlen, (task.batch,), generator=places)
+        tokens = torch.stack([text[s : s + task.seqlen] for s in starts.tolist()]).long()
+        labels = tokens
+        if task.model == "bert":
+            hidden = torch.rand(tokens.shape, generator=places) < MASKED
+            labels = tokens.masked_fill(~hidden, -100)
+            tokens = tokens.masked_fill(hidden, 0)
+        yield tokens.to(task.device), labels.to(task.device)
+
+
+def run(task: Task, impl: str) -> None:
+    from flash_attn._demo import mixed_precision, peak_bytes, report
+
+    model = build_model(task, impl)
+    model.train()
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=task.learning_rate, fused=task.device == "cuda"
+    )
+    warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=20)
+    extra = {"use_cache": False} if task.model == "gpt2" else {}
+    times = []
+    for _, (tokens, labels) in zip(range(task.steps), batches(task), strict=False):
+        begin = time.perf_counter()
+        with mixed_precision(task.device):
+            loss = model(input_ids=tokens, labels=labels, **extra).loss
+        loss.backward()
+        optimizer.step()
+        warm_up.step()
+        optimizer.zero_grad()
+        value = loss.item()  # waits for the GPU
+        times.append(time.perf_counter() - begin)
+        report(loss=value)
+    report(seconds=median(times[min(WARM_UP, len(times) - 1) :]), peak=peak_bytes(task.device))
+
+
+if __name__ == "__main__":
+    run(Task(**json.loads(sys.argv[1])), sys.argv[2])
