@@ -8,6 +8,7 @@ __version__ = "2.8.3"
 
 from .blocksparse import flash_attn_blocksparse_func
 from .explain import check, explain
+from .integrations import torch_sdpa
 from .interface import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -18,6 +19,9 @@ from .interface import (
     flash_attn_with_kvcache,
 )
 from .masks import BlockMask
+
+# For torch.nn.attention.activate_flash_attention_impl("flash_attn"); changes nothing by itself.
+torch_sdpa.register()
 
 __all__ = [
     "BlockMask",
