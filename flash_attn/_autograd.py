@@ -6,6 +6,7 @@
     EagerAttention       plain eager mode: the combined forward(ctx, ...) form, the cheap one
     FunctorchAttention   under vmap, grad, jvp transforms: setup_context and a vmap rule
 
+Forward mode and the derivatives of the gradients are in plain torch, `_higher_order`.
 Saved for the backward pass are the inputs, out, lse and the dropout seed: nothing of size seqlen_q
 x seqlen_k. Argument orders are those of the operators (csrc/torch/schema.cpp).
 """
@@ -16,13 +17,13 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import _ops
+from . import _higher_order, _ops
 from ._ops import call
 
 # Positions of the differentiable inputs among the arguments of the operator `forward`, and their
 # number.
 _DIFFERENTIABLE = (0, 1, 2, 9, 10, 11)
-_NUM_FORWARD = 29
+_NUM_FORWARD, _NUM_BACKWARD = 29, 31
 
 
 def attend(arguments: tuple) -> tuple[Tensor, Tensor]:
@@ -31,6 +32,7 @@ def attend(arguments: tuple) -> tuple[Tensor, Tensor]:
     if torch.compiler.is_compiling():
         return _ops.forward(*arguments)
     if torch._C._are_functorch_transforms_active():
+        _refuse_nested_forward_mode()
         return FunctorchAttention.apply(*arguments)
     differentiated = torch.is_grad_enabled() and _wants_gradient(*arguments[:12])
     if differentiated or forward_ad._current_level >= 0:
@@ -90,18 +92,14 @@ def _refuse_cache():
     )
 
 
-def _refuse_jvp():
-    raise NotImplementedError(
-        "flash_attn: forward-mode differentiation (jvp) is not implemented; "
-        'backend="reference" has it'
-    )
-
-
-def _refuse_double_backward():
-    raise NotImplementedError(
-        "flash_attn: double backward is not implemented; "
-        'backend="reference" is differentiable twice'
-    )
+def _refuse_nested_forward_mode():
+    """jvp inside jvp: torch gives wrong tangents through any autograd.Function, in silence."""
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    if sum(level.key() == torch._C._functorch.TransformType.Jvp for level in stack) > 1:
+        raise NotImplementedError(
+            "flash_attn: forward mode inside forward mode (jvp of jvp) is not implemented; "
+            'backend="reference" has it, and jvp of grad or grad of jvp works'
+        )
 
 
 _NO_EXTRAS = (None,) * 14
@@ -120,6 +118,7 @@ class EagerAttention(torch.autograd.Function):
         else:
             ctx.save_for_backward(q, k, v, out, lse, *extras)
         ctx.options = arguments[20:]
+        ctx.arguments = arguments if forward_ad._current_level >= 0 else None
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -150,7 +149,9 @@ class EagerAttention(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx, *tangents):
-        _refuse_jvp()
+        arguments, ctx.arguments = ctx.arguments, None
+        primal = (forward_ad.unpack_dual(x)[0] if isinstance(x, Tensor) else x for x in arguments)
+        return _higher_order.tangents(tuple(primal), tangents[:6])
 
 
 # Function.apply below its Python part, which only serves functorch, and costs 2 us of 7.
@@ -189,7 +190,10 @@ class FunctorchAttention(torch.autograd.Function):
     def forward(*arguments):
         return call(_ops.forward, *arguments)
 
-    setup_context = staticmethod(_setup_context)
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _setup_context(ctx, inputs, output)
+        ctx.save_for_forward(*inputs[:20])
 
     @staticmethod
     def backward(ctx, dout, dlse):
@@ -201,7 +205,8 @@ class FunctorchAttention(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx, *tangents):
-        _refuse_jvp()
+        dots = tuple(tangents[position] for position in _DIFFERENTIABLE)
+        return _higher_order.tangents((*ctx.saved_tensors, *ctx.options), dots)
 
 
 class BackwardOperator(torch.autograd.Function):
@@ -213,19 +218,62 @@ class BackwardOperator(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        return None
+        _setup_backward(ctx, inputs, output)
+        ctx.save_for_forward(*inputs[:_BACKWARD_TENSORS])
 
     @staticmethod
     def backward(ctx, *grads):
-        _refuse_double_backward()
+        return _double_backward(ctx, *grads)
 
     @staticmethod
     def vmap(info, in_dims, *arguments):
         return _vmap_backward(BackwardOperator.apply, info.batch_size, in_dims, arguments)
 
     @staticmethod
-    def jvp(ctx, *tangents):
-        _refuse_jvp()
+    def jvp(ctx, ddout, ddlse, dq, dk, dv, _out, _lse, _cu_q, _cu_k, _used, *tangents):
+        (dout, dlse, lse), arguments = _forward_arguments(ctx)
+        dots = dq, dk, dv, *tangents[:3]
+        found = _higher_order.gradient_tangents(arguments, dout, dlse, lse, dots, ddout, ddlse)
+        kinds = *arguments[:3], lse, lse, lse  # what the operator returns gradients in
+        return tuple(
+            x.to(kind.dtype) if ctx.needs >> bit & 1 else kind.new_zeros(0)
+            for bit, (x, kind) in enumerate(zip(found, kinds, strict=True))
+        )
+
+
+# ---- the backward of the operator `backward`
+
+_BACKWARD_TENSORS = 21  # of its arguments: all up to philox
+
+
+def _setup_backward(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:_BACKWARD_TENSORS])
+    *ctx.options, ctx.needs, ctx.family = inputs[_BACKWARD_TENSORS:]
+    ctx.set_materialize_grads(False)
+
+
+def _forward_arguments(ctx) -> tuple[tuple, tuple]:
+    """(dout, dlse, lse), and the arguments of the operator `forward`, from a backward's context."""
+    dout, dlse, q, k, v, _out, lse, *rest = ctx.saved_tensors
+    tensors = q, k, v, *rest[:3], None, None, None, *rest[3:]
+    return (dout, dlse, lse), (*tensors, *ctx.options, ctx.family)
+
+
+def _double_backward(ctx, *grads):
+    """Gradients of what `backward` was given. out and lse count as functions of q, k, v, …, so
+    what reaches them is in the gradients of those."""
+    (dout, dlse, lse), arguments = _forward_arguments(ctx)
+    wanted = [g if ctx.needs >> bit & 1 else None for bit, g in enumerate(grads)]
+    found = _higher_order.second_gradients(arguments, dout, dlse, lse, wanted)
+    ddout, ddlse, *inputs = found
+    inputs = [
+        None if g is None else g.to(x.dtype)
+        for g, x in zip(inputs, (*arguments[:3], *arguments[9:12]), strict=True)
+    ]
+    result = [None] * _NUM_BACKWARD
+    result[0], result[1] = ddout.to(dout.dtype), ddlse
+    result[2:5], result[10:13] = inputs[:3], inputs[3:]
+    return tuple(result)
 
 
 def _register() -> None:
@@ -238,8 +286,8 @@ def _register() -> None:
     )
     torch.library.register_autograd(
         "flash_attn::backward",
-        lambda ctx, *grads: _refuse_double_backward(),
-        setup_context=lambda ctx, inputs, output: None,
+        _double_backward,
+        setup_context=_setup_backward,
     )
     for name in ("delta", "rotary"):
         torch.library.register_autograd(

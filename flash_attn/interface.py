@@ -92,8 +92,8 @@ def flash_attn_func(
     Raises:
         ValueError: shapes or values.  TypeError: dtypes or kinds.  torch.OutOfMemoryError: memory.
         NotImplementedError: no compiled kernel fits; the message lists why.
-    Differentiable in q, k, v, attn_bias, alibi_slopes and the sink, through out and lse; once
-    (backend="reference": any number of times, and in forward mode).
+    Differentiable in q, k, v, attn_bias, alibi_slopes and the sink, through out and lse. Forward
+    mode and derivatives of the gradients run in plain torch: slowly, in linear memory.
     Source: https://arxiv.org/abs/2205.14135, https://arxiv.org/abs/2307.08691
     """
     return _attention(

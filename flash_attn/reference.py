@@ -71,6 +71,8 @@ class Sequence(NamedTuple):
     k_first: int  # slot of the first key; slots are what positions count
     k_len: int  # slot after the last key
     present: Tensor | None  # (k_len - k_first,) False where a page is missing
+    q_first: int  # position of the first query; there may be more before it and after
+    q_len: int  # queries of the whole sequence
 
 
 def attention(
@@ -127,15 +129,15 @@ def attention(
         lse: (batch, num_heads, seqlen_q) or (num_heads, total_q), fp32 (fp64 when computed in
             fp64).
     """
-    problem = _problem(**locals())
+    problem = make_problem(**locals())
     outs, lses = [], []
     with torch.autocast(q.device.type, enabled=False):
-        for sequence in _sequences(problem):
-            out, lse = _attend(problem, sequence)
+        for sequence in sequences(problem):
+            out, lse = attend_sequence(problem, sequence)
             outs.append(out)
             lses.append(lse)
-    out = _gather_rows(problem, outs, 1, 0.0).to(compute_dtype or q.dtype)
-    return out, _gather_rows(problem, lses, 2, float("-inf"))
+    out = gather_rows(problem, outs, 1, 0.0).to(compute_dtype or q.dtype)
+    return out, gather_rows(problem, lses, 2, float("-inf"))
 
 
 def attention_backward(
@@ -163,10 +165,10 @@ def attention_backward(
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in leaves.items()}
     grads = {name: torch.zeros_like(tensor) for name, tensor in leaves.items()}
     with torch.enable_grad(), torch.autocast(q.device.type, enabled=False):
-        problem = _problem(**{**arguments, **leaves})
+        problem = make_problem(**{**arguments, **leaves})
         dlse = torch.zeros_like(lse) if dlse is None else dlse
         begin = 0
-        for sequence in _sequences(problem):
+        for sequence in sequences(problem):
             batch, q_len = sequence.q.shape[:2]
             if problem.packed:
                 rows = slice(begin, begin + q_len)
@@ -186,9 +188,9 @@ def dropout_scores(**arguments) -> Tensor:
     Takes the arguments of `attention` by name. Returns (batch, num_heads, longest seqlen_q, longest
     seqlen_k), 0 where nothing is visible. Costs memory of that size.
     """
-    problem = _problem(**arguments)
+    problem = make_problem(**arguments)
     pieces = []
-    for sequence in _sequences(problem):
+    for sequence in sequences(problem):
         weights, visible = _scores(problem, sequence)
         if weights.shape[-1]:
             lowest = torch.finfo(weights.dtype).min
@@ -243,7 +245,7 @@ def from_operator(arguments: tuple, block_mask) -> dict:
     )
 
 
-def _problem(
+def make_problem(
     q,
     k,
     v,
@@ -297,12 +299,12 @@ def _problem(
     )
 
 
-def _sequences(problem: Problem) -> Iterator[Sequence]:
+def sequences(problem: Problem) -> Iterator[Sequence]:
     """One entry for a dense batch, else one a sequence."""
     p = problem
     ragged = (p.cu_seqlens_k, p.seqused_k, p.leftpad_k, p.cache_batch_idx, p.block_table)
     if not p.packed and all(x is None for x in ragged):
-        yield Sequence(slice(None), p.q, p.k, p.v, 0, p.k.shape[1], None)
+        yield Sequence(slice(None), p.q, p.k, p.v, 0, p.k.shape[1], None, 0, p.q.shape[1])
         return
     paged = p.block_table is not None
     lengths = p.cu_seqlens_q, p.cu_seqlens_k, p.seqused_k, p.leftpad_k, p.cache_batch_idx
@@ -333,7 +335,8 @@ def _sequences(problem: Problem) -> Iterator[Sequence]:
             k, v = (torch.where(present[:, None, None], x[place], 0) for x in (k, v))
         else:
             k, v = k[k_first:k_len], v[k_first:k_len]
-        yield Sequence(slice(b, b + 1), q, k[None], v[None], k_first, k_len, present)
+        place = k_first, k_len, present, 0, q.shape[1]
+        yield Sequence(slice(b, b + 1), q, k[None], v[None], *place)
 
 
 def _scores(problem: Problem, sequence: Sequence) -> tuple[Tensor, Tensor]:
@@ -344,15 +347,15 @@ def _scores(problem: Problem, sequence: Sequence) -> tuple[Tensor, Tensor]:
     scores = (q @ k.repeat_interleave(group, 1).transpose(2, 3)) * p.scale
     if p.softcap > 0:
         scores = p.softcap * torch.tanh(scores / p.softcap)
-    q_len = q.shape[2]
-    i = torch.arange(q_len, device=q.device)[:, None]
+    q_len, rows_end = sequence.q_len, sequence.q_first + q.shape[2]
+    i = torch.arange(sequence.q_first, rows_end, device=q.device)[:, None]
     j = torch.arange(sequence.k_first, sequence.k_len, device=q.device)[None, :]
     shift = sequence.k_len - q_len
     if p.alibi_slopes is not None:
         slopes = p.alibi_slopes if p.alibi_slopes.dim() == 1 else p.alibi_slopes[sequence.batch]
         scores = scores - slopes.to(p.dtype)[..., None, None] * (i + shift - j).abs()
     left, right = p.window
-    visible = torch.ones(1, 1, q_len, j.shape[1], dtype=torch.bool, device=q.device)
+    visible = torch.ones(1, 1, len(i), j.shape[1], dtype=torch.bool, device=q.device)
     if left >= 0:
         visible = visible & (j >= i + shift - left)
     if right >= 0:
@@ -373,7 +376,7 @@ def _scores(problem: Problem, sequence: Sequence) -> tuple[Tensor, Tensor]:
     if p.bias is not None:
         bias = _of_batch(p.bias, sequence.batch)
         if bias.shape[2] != 1:
-            bias = _slice(bias, 2, 0, q_len)
+            bias = _slice(bias, 2, sequence.q_first, rows_end)
         if bias.shape[3] != 1:
             bias = _slice(bias, 3, sequence.k_first, sequence.k_len)
         if bias.dtype == torch.bool:
@@ -400,18 +403,18 @@ def _slice(bias: Tensor, dim: int, begin: int, end: int) -> Tensor:
 
 def _keep(problem: Problem, sequence: Sequence) -> Tensor:
     """Which probabilities dropout keeps, (batch, heads, q_len, keys)."""
-    batch, q_len, heads = sequence.q.shape[:3]
+    batch, rows, heads = sequence.q.shape[:3]
     if problem.keep_below == 65536:
         return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=sequence.q.device)
     first = sequence.batch.start or 0
-    rows = torch.arange(q_len, device=sequence.q.device)
+    rows = torch.arange(rows, device=sequence.q.device) + sequence.q_first
     columns = torch.arange(sequence.k_first, sequence.k_len, device=sequence.q.device)
     return keep_mask(
         problem.philox, problem.keep_below, range(first, first + batch), heads, rows, columns
     )
 
 
-def _attend(problem: Problem, sequence: Sequence) -> tuple[Tensor, Tensor]:
+def attend_sequence(problem: Problem, sequence: Sequence) -> tuple[Tensor, Tensor]:
     """out (batch, q_len, heads, head_dim_v) and lse (batch, heads, q_len) of one sequence."""
     scores, visible = _scores(problem, sequence)
     keys = scores.shape[-1]
@@ -463,7 +466,7 @@ def _sequence_backward(problem, sequence, leaves, out, dout, lse, dlse) -> dict[
     return result
 
 
-def _gather_rows(problem: Problem, pieces: list[Tensor], row_dim: int, fill: float) -> Tensor:
+def gather_rows(problem: Problem, pieces: list[Tensor], row_dim: int, fill: float) -> Tensor:
     """Puts the sequences' results together: by batch, or by row when packed, with `fill` at the
     end."""
     if not problem.packed:

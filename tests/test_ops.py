@@ -311,23 +311,3 @@ def test_transforms_grad_and_vmap(device):
     # One argument mapped, the others shared.
     mixed = torch.vmap(flash_attn.flash_attn_func, (0, None, None))(q, k[0], v[0])
     torch.testing.assert_close(mixed[2], flash_attn.flash_attn_func(q[2], k[0], v[0]))
-
-
-def test_transforms_jvp(device):
-    """Forward mode works, or the error names what does."""
-    q, k, v = (torch.randn(1, 5, 2, 8, device=device, dtype=torch.float64) for _ in range(3))
-
-    def run(q):
-        return flash_attn.flash_attn_func(q, k, v)
-
-    def plain(q):
-        return flash_attn.flash_attn_func(q, k, v, backend="reference")
-
-    tangent = torch.randn_like(q)
-    _, expected = torch.func.jvp(plain, (q,), (tangent,))
-    try:
-        _, found = torch.func.jvp(run, (q,), (tangent,))
-    except NotImplementedError as error:
-        assert "reference" in str(error)
-    else:
-        torch.testing.assert_close(found, expected)
