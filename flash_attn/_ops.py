@@ -88,6 +88,10 @@ def typed_error(error: RuntimeError, operator, arguments) -> Exception:
     marked = _MARKED.search(text)
     if marked:
         return _TYPES[marked[1]](f"flash_attn: {marked[2].removeprefix('flash_attn: ').rstrip()}")
+    if isinstance(error, NotImplementedError) and "sharding strategy" in text:
+        return NotImplementedError(
+            "flash_attn: DTensors need `import flash_attn.integrations.torch_dtensor`, once"
+        )
     if isinstance(error, NotImplementedError):  # torch's dispatcher: no kernel for the device
         device = next(x.device.type for x in arguments if isinstance(x, Tensor))
         return NotImplementedError(f"flash_attn: {no_kernel(operator._opname, device)}")
