@@ -77,6 +77,21 @@ def test_modules_dropout_in_training_only(device):
     assert torch.equal(attention.eval()(qkv), attention(qkv))
 
 
+def test_bc53_deterministic_reaches_the_call(monkeypatch):
+    """What the constructor takes is what the function gets."""
+    seen = {}
+    monkeypatch.setattr(
+        "flash_attn.modules.mha.flash_attn_func", lambda *_, **options: seen.update(options)
+    )
+    options = {"softmax_scale": 0.3, "causal": True, "window_size": (3, 0), "deterministic": True}
+    slopes = torch.rand(2)
+    FlashSelfAttention(**options, attention_dropout=0.2, alibi_slopes=slopes)(
+        torch.randn(1, 4, 3, 2, 8)
+    )
+    assert seen.pop("alibi_slopes") is slopes
+    assert seen == {**options, "dropout_p": 0.2, "attn_bias": None}
+
+
 def rotated(x, base=10000.0, interleaved=False, width=8):
     """Rotary embedding of (batch, seqlen, heads, head_dim) by complex numbers."""
     angles = torch.outer(
