@@ -34,9 +34,9 @@ def realised_dropout(dropout_p: float) -> float:
     return 1.0 - keep_below(dropout_p) / 65536
 
 
-def draw_seed(device: torch.device) -> Tensor:
-    """(2,) int64, seed and offset, from torch's default generator of the device; stays there."""
-    return torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=device)
+def draw_seed(device: torch.device, generator: torch.Generator | None = None) -> Tensor:
+    """(2,) int64, seed and offset, on the device; None is torch's default generator there."""
+    return torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=device, generator=generator)
 
 
 def philox4x32(key: tuple[Tensor, Tensor], counter: Sequence[Tensor]) -> list[Tensor]:
