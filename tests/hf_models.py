@@ -45,7 +45,7 @@ def _mistral(**changes):
 
 def _gpt_oss(**changes):
     """Sinks, and a window in every other layer."""
-    settings = DECODER | {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 16}
+    settings = DECODER | {"num_local_experts": 2, "num_experts_per_tok": 2, "head_dim": 16}
     settings |= {"sliding_window": 5, "max_position_embeddings": 128} | changes
     return transformers.GptOssForCausalLM, transformers.GptOssConfig(**settings)
 
@@ -73,6 +73,10 @@ MODELS = {
     "gemma-d256": _gemma,
 }
 CAUSAL = [name for name in MODELS if name != "bert"]
+# Model, padding, cache.
+GENERATIONS = [(model, "none", "static") for model in CAUSAL]
+GENERATIONS += [(model, "left", "dynamic") for model in CAUSAL]
+GENERATIONS += [("gpt2", "left", "static"), ("mistral-window", "left", "static")]
 # transformers lets these use SDPA; the others' yardstick is eager attention.
 SDPA = ["gpt2", "bert", "llama-gqa", "mistral-window", "gemma-d256"]
 
@@ -106,3 +110,52 @@ def logits_and_gradients(model, tokens, arguments):
     torch.nn.functional.cross_entropy(logits.float(), tokens[real]).backward()
     grads = {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
     return logits.detach().double(), grads
+
+
+def check_exact(model, kind, implementation, dtype=torch.float32):
+    """Where a token is real the logits are eager's, and so are all gradients of a loss over real
+    tokens, to the rounding of fp32."""
+    tokens, arguments = batch(kind)
+    expected, found = (
+        logits_and_gradients(build(model, way, dtype), tokens, arguments)
+        for way in ("eager", implementation)
+    )
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=2e-5)
+    scale = max(grad.abs().max() for grad in expected[1].values())
+    for key, grad in expected[1].items():
+        torch.testing.assert_close(found[1][key], grad, rtol=1e-3, atol=1e-5 * scale, msg=key)
+
+
+def check_bf16(model, kind, implementation, device):
+    """In bf16 the errors of logits and gradients against fp32 eager are within twice those of SDPA,
+    or of eager attention where transformers has no SDPA."""
+    tokens, arguments = batch(kind, device)
+    yardstick = "sdpa" if model in SDPA else "eager"
+    exact = logits_and_gradients(build(model, "eager", device=device), tokens, arguments)
+    known, found = (
+        _distance(
+            logits_and_gradients(build(model, way, torch.bfloat16, device), tokens, arguments),
+            exact,
+        )
+        for way in (yardstick, implementation)
+    )
+    assert found[0] <= 2 * known[0] and found[1] <= 2 * known[1], (found, known)
+
+
+def _distance(found, exact):
+    """Error of the logits, and the largest error of a gradient against the largest gradient."""
+    scale = max(grad.norm() for grad in exact[1].values())
+    worst = max((found[1][key] - grad).norm() for key, grad in exact[1].items())
+    return (found[0] - exact[0]).norm() / exact[0].norm(), worst / scale
+
+
+def generate(model, tokens, arguments, cache):
+    """Eight more tokens, greedily, through a "dynamic" or "static" cache."""
+    return model.eval().generate(
+        tokens,
+        attention_mask=arguments.get("attention_mask", torch.ones_like(tokens)),
+        max_new_tokens=8,
+        do_sample=False,
+        cache_implementation="static" if cache == "static" else None,
+        disable_compile=True,
+    )

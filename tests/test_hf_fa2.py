@@ -10,7 +10,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from hf_fa2 import fa_utils, flash_attention_2, import_utils  # noqa: E402
-from hf_models import CAUSAL, MODELS, batch, build, logits_and_gradients  # noqa: E402
+from hf_models import GENERATIONS, MODELS, batch, build, check_exact, generate  # noqa: E402
 
 import flash_attn  # noqa: E402
 from flash_attn import bert_padding  # noqa: E402
@@ -82,22 +82,7 @@ CASES = [
 
 @pytest.mark.parametrize("model, kind", CASES)
 def test_fa2_logits_and_gradients(model, kind, name):
-    tokens, arguments = batch(kind)
-    expected, found = (
-        logits_and_gradients(build(model, implementation, exact(model)), tokens, arguments)
-        for implementation in ("eager", name)
-    )
-    torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=2e-5)
-    scale = max(grad.abs().max() for grad in expected[1].values())
-    for key, grad in expected[1].items():
-        torch.testing.assert_close(found[1][key], grad, rtol=1e-3, atol=1e-5 * scale, msg=key)
-
-
-# Both caches; padded and not.
-GENERATIONS = [
-    (model, *way) for model in CAUSAL for way in (("none", "static"), ("left", "dynamic"))
-]
-GENERATIONS += [("gpt2", "left", "static"), ("gemma2-softcap", "left", "static")]
+    check_exact(model, kind, name, exact(model))
 
 
 @pytest.mark.parametrize("model, kind, cache", GENERATIONS)
@@ -107,16 +92,6 @@ def test_fa2_generation(model, kind, cache, name):
     ways = ("eager", name)
     made = [generate(build(model, way, exact(model)), tokens, arguments, cache) for way in ways]
     assert torch.equal(*made)
-
-
-def generate(model, tokens, arguments, cache):
-    return model.eval().generate(
-        tokens,
-        attention_mask=arguments.get("attention_mask", torch.ones_like(tokens)),
-        max_new_tokens=6,
-        do_sample=False,
-        cache_implementation="static" if cache == "static" else None,
-    )
 
 
 @pytest.mark.parametrize("model", ["llama-gqa", "gpt_oss-sinks"])

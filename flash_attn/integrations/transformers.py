@@ -10,9 +10,11 @@ transformers drops the padding in silence). The maker gives the cheapest mask th
 
     None             causal or unmasked, nothing padded: the kernels' own mask
     (batch, keys)    padding alone: a boolean bias that is never expanded to (queries, keys)
-    4-D              anything else (packed positions, sliding windows, static caches, overlays)
+    4-D              anything else (packed positions, static caches, overlays, windows: some models
+                     tell a window by the mask alone)
 
 A 4-D mask, boolean or additive, says everything: causal and window are then not applied again.
+Without a mask, packed rows may come with their lengths (`cu_seq_lens_q`, `cu_seq_lens_k`).
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..interface import flash_attn_func
+from ..interface import flash_attn_func, flash_attn_varlen_func
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -72,6 +74,8 @@ def make_mask(
     kv_offset: int = 0,
     mask_function: Callable = causal_mask_function,
     attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
     **others,
 ) -> Tensor | None:
     """The mask of one forward pass, as transformers asks for it.
@@ -84,11 +88,15 @@ def make_mask(
         kv_offset: position of the first key.
         mask_function: (batch, head, query, key) -> visible.
         attention_mask: (batch, seen tokens), True where a token is real.
+        local_size: of a window or a chunk, which mask_function holds.
+        allow_is_causal_skip: mask_function is causal, windowed or chunked, and nothing more.
         **others: what only a 4-D mask needs.
     Returns:
         None, a (batch, kv_length) boolean mask, or a 4-D boolean one; see the top of this file.
     """
     causal = mask_function is causal_mask_function
+    if local_size is not None and allow_is_causal_skip:
+        causal = kv_length <= local_size  # a window that hides nothing
     # Our causal mask is aligned to the last query and the last key: those must be one position.
     aligned = not isinstance(q_offset, Tensor) and q_offset + q_length == kv_offset + kv_length
     if (causal and aligned) or mask_function is bidirectional_mask_function:
@@ -96,7 +104,7 @@ def make_mask(
             return None
         padding = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
         if padding.shape[1] == kv_length:
-            return padding
+            return None if _readable(padding) and bool(padding.all()) else padding
     others |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     return sdpa_mask(
         batch_size=batch_size,
@@ -108,6 +116,13 @@ def make_mask(
         attention_mask=attention_mask,
         **others,
     )
+
+
+def _readable(mask: Tensor) -> bool:
+    """Whether the host may look into a mask: once a forward pass, as transformers does itself."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    return not (mask.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def attention_forward(
@@ -123,6 +138,8 @@ def attention_forward(
     is_causal: bool | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
     **others,
 ) -> tuple[Tensor, None]:
     """One attention layer, as transformers calls it.
@@ -140,6 +157,8 @@ def attention_forward(
         is_causal: overrides module.is_causal.
         s_aux: (num_heads,), attention sinks.
         position_bias: (batch or 1, num_heads, seqlen_q, seqlen_k), added to the scores.
+        cu_seq_lens_q: (sequences + 1,), lengths of packed rows; used when there is no mask.
+        cu_seq_lens_k: likewise, of the keys.
         **others: of other implementations; nothing that changes the result.
     Returns:
         (batch, seqlen_q, num_heads, head_dim_v), and None for the weights, which do not exist.
@@ -156,19 +175,21 @@ def attention_forward(
             bias = bias[:, None, None, :]
         if sliding_window is not None:
             window = (sliding_window - 1, 0 if causal else sliding_window - 1)
-    out = flash_attn_func(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        dropout_p=dropout,
-        softmax_scale=scaling,
-        causal=causal,
-        window_size=window,
-        softcap=softcap or 0.0,
-        attn_bias=_combine(bias, position_bias, query),
-        s_aux=s_aux,
-    )
-    return out, None
+    options = {
+        "dropout_p": dropout,
+        "softmax_scale": scaling,
+        "causal": causal,
+        "window_size": window,
+        "softcap": softcap or 0.0,
+        "attn_bias": _combine(bias, position_bias, query),
+        "s_aux": s_aux,
+    }
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    if cu_seq_lens_q is None or cu_seq_lens_k is None or attention_mask is not None:
+        return flash_attn_func(q, k, v, **options), None
+    q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+    out = flash_attn_varlen_func(q, k, v, cu_seq_lens_q, cu_seq_lens_k, **options)
+    return out.unflatten(0, (query.shape[0], query.shape[2])), None
 
 
 def _combine(mask: Tensor | None, bias: Tensor | None, query: Tensor) -> Tensor | None:

@@ -1,10 +1,21 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Hugging Face GPT-2 (and a GQA model) through our registered name against eager attention."""
+"""Hugging Face models through our own registered name against eager attention."""
 
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
+
+from hf_models import (  # noqa: E402
+    GENERATIONS,
+    MODELS,
+    batch,
+    build,
+    check_bf16,
+    check_exact,
+    generate,
+)
+from transformers.masking_utils import sliding_window_causal_mask_function  # noqa: E402
 
 from flash_attn.integrations.transformers import (  # noqa: E402
     attention_forward,
@@ -12,119 +23,46 @@ from flash_attn.integrations.transformers import (  # noqa: E402
     register,
 )
 
+KINDS = ["none", "right", "left", "packed"]
+CASES = [(model, kind) for model in MODELS for kind in KINDS if (model, kind) != ("bert", "packed")]
+
 
 @pytest.fixture(scope="module")
 def name():
     return register()
 
 
-def gpt2(implementation, **changes):
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 60, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}
-    dropout = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
-    tokens = {"bos_token_id": 0, "eos_token_id": None, "pad_token_id": 0}
-    settings = sizes | dropout | tokens | changes
-    config = transformers.GPT2Config(**settings, attn_implementation=implementation)
-    return transformers.GPT2LMHeadModel(config)
-
-
-def llama(implementation):
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=60,
-        hidden_size=48,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        pad_token_id=0,
-        bos_token_id=0,
-        eos_token_id=None,
-        attn_implementation=implementation,
-    )
-    return transformers.LlamaForCausalLM(config)
-
-
-def sliding(implementation):
-    torch.manual_seed(0)
-    config = transformers.MistralConfig(
-        vocab_size=60,
-        hidden_size=48,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        sliding_window=5,
-        pad_token_id=0,
-        bos_token_id=0,
-        eos_token_id=None,
-        attn_implementation=implementation,
-    )
-    return transformers.MistralForCausalLM(config)
-
-
-MODELS = {"gpt2": gpt2, "llama-gqa": llama, "mistral-window": sliding}
-
-
-def padding(kind):
-    """A (3, 17) mask and the tokens it belongs to."""
-    mask = torch.ones(3, 17, dtype=torch.int64)
-    if kind == "right":
-        mask[0, 12:], mask[2, 3:] = 0, 0
-    elif kind == "left":
-        mask[0, :5], mask[2, :14] = 0, 0
-    return torch.randint(1, 60, (3, 17)), mask
+@pytest.mark.parametrize("model, kind", CASES)
+def test_hf_logits_and_gradients(model, kind, name):
+    check_exact(model, kind, name)
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("kind", ["none", "right", "left"])
-def test_hf_logits_and_gradients(model, kind, name):
-    """Where a token is real the logits agree, and so do all gradients of a loss over real
-    tokens."""
-    tokens, mask = padding(kind)
-    found = []
-    for implementation in ("eager", name):
-        net = MODELS[model](implementation)
-        args = {} if kind == "none" else {"attention_mask": mask}
-        logits = net(tokens, **args).logits
-        real = logits[mask.bool()]
-        torch.nn.functional.cross_entropy(real, tokens[mask.bool()]).backward()
-        found.append((real, [p.grad for p in net.parameters()]))
-    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-4, atol=1e-5)
-    for a, b in zip(found[1][1], found[0][1], strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+@pytest.mark.parametrize("kind", ["none", "left"])
+def test_hf_error_in_bf16(model, kind, name, device):
+    check_bf16(model, kind, name, device)
 
 
 @pytest.mark.parametrize("kind", ["bool", "float", "per-head"])
 def test_hf_four_dimensional_masks(kind, name):
-    tokens, _ = padding("none")
+    tokens, _ = batch("none")
     seen = torch.ones(17, 17).tril().bool() & (torch.rand(3, 1, 17, 17) < 0.8)
     seen |= torch.eye(17, dtype=torch.bool)
     if kind == "per-head":
         seen = seen & (torch.rand(3, 4, 17, 17) < 0.9) | torch.eye(17, dtype=torch.bool)
     additive = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
-    expected = gpt2("eager")(tokens, attention_mask=additive).logits
+    expected = build("gpt2", "eager")(tokens, attention_mask=additive).logits
     given = seen if kind == "bool" else additive
-    found = gpt2(name)(tokens, attention_mask=given).logits
+    found = build("gpt2", name)(tokens, attention_mask=given).logits
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("kind", ["none", "left"])
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_hf_generation(model, kind, cache, name):
-    """Greedy decoding through the KV cache gives eager's tokens."""
-    tokens, mask = padding(kind)
+@pytest.mark.parametrize("model, kind, cache", GENERATIONS)
+def test_hf_generation(model, kind, cache, name, device):
+    """Greedy decoding in fp32 through the KV cache gives eager's tokens."""
+    tokens, arguments = batch(kind, device)
     made = [
-        MODELS[model](implementation)
-        .eval()
-        .generate(
-            tokens,
-            attention_mask=mask,
-            max_new_tokens=12,
-            do_sample=False,
-            cache_implementation=cache if cache == "static" else None,
-        )
+        generate(build(model, implementation, device=device), tokens, arguments, cache)
         for implementation in ("eager", name)
     ]
     assert torch.equal(*made)
@@ -132,8 +70,8 @@ def test_hf_generation(model, kind, cache, name):
 
 def test_hf_chunked_prefill(name):
     """A prompt fed in pieces through one cache: queries stand at the end of the keys."""
-    tokens, _ = padding("none")
-    net = gpt2(name).eval()
+    tokens, _ = batch("none")
+    net = build("gpt2", name).eval()
     with torch.no_grad():
         whole = net(tokens, use_cache=False).logits
         first = net(tokens[:, :6], use_cache=True)
@@ -142,19 +80,27 @@ def test_hf_chunked_prefill(name):
     torch.testing.assert_close(torch.cat([first.logits, rest], 1), whole, rtol=1e-4, atol=1e-5)
 
 
-def test_hf_packed_positions(name):
-    """Two sequences in one row, told by position_ids alone."""
-    tokens = torch.randint(1, 60, (1, 12))
-    positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
-    found = gpt2(name).eval()(tokens, position_ids=positions, use_cache=False).logits
-    expected = gpt2("eager").eval()(tokens, position_ids=positions, use_cache=False).logits
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+@pytest.mark.parametrize("spelling", ["max_length", "max_seqlen"])
+def test_hf_packed_lengths(spelling, name):
+    """Packed rows by their lengths, without a mask, under either name of the longest one."""
+    q = torch.randn(1, 4, 12, 16)
+    k, v = (torch.randn(1, 2, 12, 16) for _ in "kv")
+    cu = torch.tensor([0, 5, 12], dtype=torch.int32)
+    lengths = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu}
+    lengths |= {f"{spelling}_q": torch.tensor(7), f"{spelling}_k": torch.tensor(7)}
+    options = {"scaling": 0.3, "sliding_window": 4, "is_causal": True}
+    found, _ = attention_forward(torch.nn.Module(), q, k, v, None, **options, **lengths)
+    parts = [
+        attention_forward(torch.nn.Module(), *(x[:, :, rows] for x in (q, k, v)), None, **options)
+        for rows in (slice(0, 5), slice(5, 12))
+    ]
+    torch.testing.assert_close(found, torch.cat([part for part, _ in parts], 1))
 
 
 def test_hf_dropout_in_training_only(name):
     """Attention dropout acts in training, repeats under a seed, and keeps the mean."""
-    tokens, _ = padding("none")
-    net = gpt2(name, attn_pdrop=0.3)
+    tokens, _ = batch("none")
+    net = build("gpt2", name, attn_pdrop=0.3)
     torch.manual_seed(1)
     a = net(tokens).logits
     torch.manual_seed(1)
@@ -162,14 +108,15 @@ def test_hf_dropout_in_training_only(name):
     assert torch.equal(a, b) and not torch.equal(a, net(tokens).logits)
     net.eval()
     assert torch.equal(net(tokens).logits, net(tokens).logits)
-    torch.testing.assert_close(net(tokens).logits, gpt2("eager").eval()(tokens).logits)
+    torch.testing.assert_close(net(tokens).logits, build("gpt2", "eager").eval()(tokens).logits)
 
 
 def test_hf_cross_attention(name):
-    tokens, mask = padding("right")
+    tokens, arguments = batch("right")
+    mask = arguments["attention_mask"]
     states = torch.randn(3, 17, 32)
     found = [
-        gpt2(implementation, add_cross_attention=True)(
+        build("gpt2", implementation, add_cross_attention=True)(
             tokens, encoder_hidden_states=states, encoder_attention_mask=mask
         ).logits
         for implementation in ("eager", name)
@@ -178,8 +125,8 @@ def test_hf_cross_attention(name):
 
 
 def test_hf_autocast_and_checkpointing(name):
-    tokens, _ = padding("none")
-    net = gpt2(name, attn_pdrop=0.2)
+    tokens, _ = batch("none")
+    net = build("gpt2", name, attn_pdrop=0.2)
     net.gradient_checkpointing_enable()
     with torch.autocast("cpu", torch.bfloat16):
         net(tokens, labels=tokens).loss.backward()
@@ -192,9 +139,17 @@ def test_hf_masks_are_cheap(name):
     assert make_mask(**sizes, q_offset=4) is None
     pad = torch.ones(2, 9, dtype=torch.bool)
     pad[0, :2] = False
+    whole = torch.ones(2, 9, dtype=torch.bool)
+    assert make_mask(**sizes, q_offset=4, attention_mask=whole) is None
     assert make_mask(**sizes, q_offset=4, attention_mask=pad).shape == (2, 9)
     # Queries that do not stand at the end of the keys (a static cache) need the whole mask.
     assert make_mask(**sizes, q_offset=1).shape == (2, 1, 5, 9)
+    # A window that reaches every key is none.
+    sizes |= {"q_offset": 4, "mask_function": sliding_window_causal_mask_function(9)}
+    assert make_mask(**sizes, local_size=9) is None
+    assert make_mask(**sizes, local_size=9, allow_is_causal_skip=False).shape == (2, 1, 5, 9)
+    sizes["mask_function"] = sliding_window_causal_mask_function(8)
+    assert make_mask(**sizes, local_size=8).shape == (2, 1, 5, 9)
 
 
 def test_hf_sinks_softcap_and_bias(name):
@@ -228,8 +183,8 @@ def test_hf_names(wrong):
 
 def test_hf_compile(name):
     torch.compiler.reset()
-    tokens, _ = padding("none")
-    net = gpt2(name).eval()
+    tokens, _ = batch("none")
+    net = build("gpt2", name).eval()
     compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         found = compiled(tokens, use_cache=False).logits
