@@ -87,6 +87,7 @@ def test_training_with_dropout(way, eager, device):
     known = eager(device)
     with named(way) as name:
         found = torch.stack([curve(name, seed, device, 0.3) for seed in (10, 11)])
-    noise = known.std(0) * (1 / 2 + 1 / 4) ** 0.5
-    apart = (found.mean(0) - known.mean(0)) / noise
-    assert apart.square().mean().sqrt() < 2.5, apart
+    # Over all windows: four seeds say too little of the noise of one.
+    noise = known.var(0).mean().mul(1 / 2 + 1 / 4).sqrt()
+    apart = (found.mean(0) - known.mean(0)).square().mean().sqrt()
+    assert apart < 2.5 * noise, (apart, noise)  # a rate of 0.2 for 0.3 gives about 8
