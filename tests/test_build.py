@@ -114,6 +114,7 @@ def test_sdist_holds_the_sources_and_needs_no_torch(tree):
     wanted |= {p.relative_to(tree).as_posix() for p in (tree / "flash_attn").rglob("*.py")}
     wanted |= {p.relative_to(tree).as_posix() for p in (tree / "tests").rglob("*.*")}
     wanted |= {"setup.py", "pyproject.toml", "README.md", "LICENSE", "flash_attn/py.typed"}
+    wanted |= {"flash_attn_2_cuda/__init__.py"}
     assert not {w for w in wanted if (tree / w).is_file()} - held
     assert not [name for name in held if name.endswith((".so", ".o", ".pyc"))]
     assert re.search(r"^Name: flash-attn$", metadata, re.M)
@@ -136,8 +137,11 @@ def test_wheel_holds_the_package(tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         held = {n for n in archive.namelist() if ".dist-info" not in n}
         scripts = archive.read("flash_attn-2.8.3.dist-info/entry_points.txt").decode()
+        top = archive.read("flash_attn-2.8.3.dist-info/top_level.txt").decode().split()
+    assert top == ["flash_attn", "flash_attn_2_cuda"]  # clients look a distribution up by these
     assert "flash-attn = flash_attn.cli:main" in scripts
     python = {p.relative_to(ROOT).as_posix() for p in (ROOT / "flash_attn").rglob("*.py")}
+    python |= {"flash_attn_2_cuda/__init__.py"}
     assert python | {"flash_attn/py.typed", "flash_attn/_C_cpu.abi3.so"} <= held
     assert f"flash_attn/_host{importlib.machinery.EXTENSION_SUFFIXES[0]}" in held
     assert not [n for n in held if Path(n).suffix in HEADERS_AND_SOURCES or n.startswith("tests")]
