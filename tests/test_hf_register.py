@@ -181,11 +181,17 @@ def test_hf_names(wrong):
         register(wrong)
 
 
-def test_hf_compile(name):
+@pytest.mark.parametrize("model, kind", [("gpt2", "left"), ("gpt_oss-sinks", "packed")])
+def test_hf_compile(model, kind, name):
+    """A whole model, its masks made while tracing, forward and backward without a graph break."""
     torch.compiler.reset()
-    tokens, _ = batch("none")
-    net = build("gpt2", name).eval()
-    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
-    with torch.no_grad():
-        found = compiled(tokens, use_cache=False).logits
-        torch.testing.assert_close(found, net(tokens, use_cache=False).logits)
+    tokens, arguments = batch(kind)
+    nets = [build(model, name) for _ in range(2)]
+    calls = [torch.compile(nets[0], fullgraph=True, backend="aot_eager"), nets[1]]
+    logits = [call(tokens, **arguments | {"use_cache": False}).logits for call in calls]
+    real = arguments.get("attention_mask", torch.ones_like(tokens)).bool()
+    torch.testing.assert_close(logits[0][real], logits[1][real])
+    for out in logits:
+        out[real].square().mean().backward()
+    for one, other in zip(*(net.parameters() for net in nets), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6)
