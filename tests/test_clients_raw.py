@@ -328,3 +328,23 @@ def test_generator():
         for seed in (1, 1, 2)
     ]  # fmt: skip
     assert torch.equal(made[0], made[1]) and not torch.equal(made[0], made[2])
+
+
+def test_private_functions_compile():
+    """Without a graph break, dropout and written gradients included."""
+    torch.compiler.reset()
+    q, k, v = dense()
+
+    def both(q, k, v, dout):
+        rest = (0.25, True, -1, -1, 0.0, None)
+        out, lse, _, rng = interface._flash_attn_forward(q, k, v, 0.3, *rest, False)
+        grads = [torch.empty_like(x) for x in (q, k, v)]
+        interface._flash_attn_backward(dout, q, k, v, out, lse, *grads, 0.3, *rest, False, rng)
+        return out, *grads
+
+    results = []
+    for call in (both, torch.compile(both, fullgraph=True, backend="aot_eager")):
+        torch.manual_seed(7)
+        results.append(call(q, k, v, torch.ones_like(q)))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)

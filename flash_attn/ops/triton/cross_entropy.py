@@ -41,7 +41,9 @@ def cross_entropy_loss(
             "vocabulary is not implemented"
         )
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    scaled = logits.to(dtype) * logit_scale
+    scaled = logits.to(dtype)
+    if logit_scale != 1.0:
+        scaled = scaled * logit_scale
     ignored = labels == ignore_index
     lse = scaled.logsumexp(-1)
     if precomputed_lse is not None:
