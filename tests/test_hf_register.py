@@ -181,7 +181,7 @@ def test_hf_names(wrong):
         register(wrong)
 
 
-@pytest.mark.parametrize("model, kind", [("gpt2", "left"), ("gpt_oss-sinks", "packed")])
+@pytest.mark.parametrize("model, kind", [("gpt2", "left"), ("gemma2-softcap", "packed")])
 def test_hf_compile(model, kind, name):
     """A whole model, its masks made while tracing, forward and backward without a graph break."""
     torch.compiler.reset()
