@@ -144,4 +144,10 @@ RotaryParams fill_rotary(const RotaryInputs& in, std::vector<Tensor>& kept) {
   return p;
 }
 
+Tensor allocate_rotated(RotaryParams& p, const Tensor& x) {
+  const Tensor out = allocate(sizes_of(x), p.dtype, x, "rotated x");
+  p.out = tensor_ref(out);
+  return out;
+}
+
 }  // namespace flash_attn

@@ -26,5 +26,7 @@ struct RotaryInputs {
 AppendParams fill_append(const AppendInputs& in, std::vector<Tensor>& kept);
 // Everything but out.
 RotaryParams fill_rotary(const RotaryInputs& in, std::vector<Tensor>& kept);
+// The memory of out, named in p.
+Tensor allocate_rotated(RotaryParams& p, const Tensor& x);
 
 }  // namespace flash_attn

@@ -82,8 +82,7 @@ Tensor rotary(const Tensor& x,
     check_positions(p.tables, "offsets", b, p.offsets[b],
                     per_row ? p.seqlen : std::min(p.seqlen, 1));
   }
-  const Tensor out = allocate(sizes_of(x), p.dtype, x, "rotated x");
-  p.out = tensor_ref(out);
+  const Tensor out = allocate_rotated(p, x);
   if (x.numel() > 0) cpu::rotary(p, torch_threads(), torch_parallel_for);
   return out;
 }

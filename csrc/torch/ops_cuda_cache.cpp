@@ -49,8 +49,7 @@ Tensor rotary(const Tensor& x,
   std::vector<Tensor> kept;
   RotaryParams p = fill_rotary({x, cos, sin, offsets, interleaved, per_row}, kept);
   check_served(p.dtype, "rotary");
-  const Tensor out = allocate(sizes_of(x), p.dtype, x, "rotated x");
-  p.out = tensor_ref(out);
+  const Tensor out = allocate_rotated(p, x);
   if (x.numel() > 0) check_launch(launch_rotary(p, current_stream(device)), "rotary", device);
   return out;
 }
