@@ -167,7 +167,7 @@ __device__ __forceinline__ void load_tile(uint32_t smem,
     return smem + tile_offset<kRows>(first + r, threadIdx.x % kPanelChunks);
   };
   const int end = min(rows.end, limit);
-  if (__builtin_expect(whole_chunks && rows.even() && dim % kEach == 0, 1)) {
+  if (__builtin_expect(whole_chunks && rows.even(), 1)) {
     const int stride = static_cast<int>(rows.stride());
     const int first_row = begin + order.row_key(first);
     const auto* source = rows.base + int64_t{first_row} * stride + column;
@@ -189,10 +189,6 @@ __device__ __forceinline__ void load_tile(uint32_t smem,
     }
     return;
   }
-  int bytes[kPanels];
-#pragma unroll
-  for (int panel = 0; panel < kPanels; ++panel)
-    bytes[panel] = sizeof(Element) * clamp_to(dim - column - panel * kColumns, 0, kEach);
 #pragma unroll 1
   for (int r = 0; first + r < kRows; r += kStep) {
     const int row = begin + order.row_key(first + r);
@@ -200,9 +196,10 @@ __device__ __forceinline__ void load_tile(uint32_t smem,
     if (whole_chunks) {
 #pragma unroll
       for (int panel = 0; panel < kPanels; ++panel) {
-        const int size = source != nullptr ? bytes[panel] : 0;
+        const bool exists = source != nullptr && column + panel * kColumns < dim;
         ptx::copy_async_16(to(r) + panel * kPanelBytes,
-                           size != 0 ? source + column + panel * kColumns : rows.base, size);
+                           exists ? source + column + panel * kColumns : rows.base,
+                           exists ? 16 : 0);
       }
     } else {
 #pragma unroll 1

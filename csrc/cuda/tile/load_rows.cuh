@@ -42,7 +42,7 @@ __device__ __forceinline__ void load_rows(
   int bytes[kDim / kPanelColumns];
 #pragma unroll
   for (int panel = 0; panel < kDim / kPanelColumns; ++panel)
-    bytes[panel] = 2 * clamp_to(dim - panel * kPanelColumns - chunk * kChunk, 0, kChunk);
+    bytes[panel] = panel * kPanelColumns + chunk * kChunk < dim ? 16 : 0;
 #pragma unroll
   for (int r = 0; r < kRows; r += kStep) {
 #pragma unroll
@@ -91,9 +91,9 @@ struct RowPieces {
   __device__ __forceinline__ void issue(int index) const {
     if (!wanted) return;
     const int row = index / kPanels * kStep, panel = index % kPanels;
-    const int bytes = 2 * clamp_to(dim - panel * kPanelColumns, 0, kChunk);
+    const bool exists = row < live && panel * kPanelColumns < dim;
     ptx::copy_async_16(to + panel * (kRows * 128) + row * 128,
-                       from + row * stride + panel * kPanelColumns, row < live ? bytes : 0);
+                       from + row * stride + panel * kPanelColumns, exists ? 16 : 0);
   }
 };
 
