@@ -2,6 +2,12 @@
 // Arithmetic of the special-function unit. One instruction a function.
 #pragma once
 
+namespace flash_attn {
+
+constexpr float kLog2e = 1.4426950408889634f;
+
+}  // namespace flash_attn
+
 namespace flash_attn::ptx {
 
 // ex2.approx.ftz: 2^x, relative error 2^-22; 0 for -inf.

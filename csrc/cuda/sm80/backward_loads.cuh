@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cuda/ptx/barrier.cuh"
+#include "cuda/ptx/math.cuh"
 #include "cuda/ptx/shared.cuh"
 #include "cuda/sm80/backward_state.cuh"
 #include "cuda/tile/load_rows.cuh"

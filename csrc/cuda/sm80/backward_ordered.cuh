@@ -209,8 +209,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     block.write(dq, 0, static_cast<float>(p.softmax_scale), p.grad.dq, p.head_dim);
   }
   if (grid.slopes == nullptr) return;
-  for (int mask = 16; mask > 0; mask /= 2)
-    slopes += __shfl_xor_sync(0xffffffffu, slopes, mask);
+  slopes = warp_sum(slopes);
   double* parts = block.state.parts;
   if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = slopes;
   __syncthreads();

@@ -14,8 +14,6 @@
 
 namespace flash_attn::sm80 {
 
-constexpr float kLog2e = 1.4426950408889634f;
-
 template <class Numbers, Score kScoreLevel>
 struct BackwardTile : Numbers {
   using N = Numbers;

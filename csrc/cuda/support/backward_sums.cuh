@@ -5,7 +5,7 @@
 
 #include "core/slots.h"
 #include "cuda/launch.h"
-#include "cuda/ptx/math.cuh"
+#include "cuda/tile/fragment.cuh"
 
 namespace flash_attn {
 
@@ -14,8 +14,7 @@ constexpr int kSumThreads = 256;
 // Of all threads of a block, in thread 0.
 __device__ __forceinline__ double block_sum(double x) {
   __shared__ double parts[kSumThreads / 32];
-  for (int mask = 16; mask > 0; mask /= 2)
-    x += __shfl_xor_sync(0xffffffffu, x, mask);
+  x = warp_sum(x);
   if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = x;
   __syncthreads();
   if (threadIdx.x != 0) return 0;

@@ -19,38 +19,11 @@ namespace flash_attn {
 constexpr int kCombineRows = 4;  // and warps
 constexpr int kMostSplits = 256;
 
-__device__ __forceinline__ float warp_max(float x) {
-  for (int mask = 16; mask > 0; mask /= 2)
-    x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, mask));
-  return x;
-}
-__device__ __forceinline__ float warp_sum(float x) {
-  for (int mask = 16; mask > 0; mask /= 2)
-    x += __shfl_xor_sync(0xffffffffu, x, mask);
-  return x;
-}
-
-template <class Element>
-__device__ __forceinline__ void store_element(Element* to, float x);
-template <>
-__device__ __forceinline__ void store_element(float* to, float x) {
-  *to = x;
-}
-template <>
-__device__ __forceinline__ void store_element(f16* to, float x) {
-  *to = __float2half_rn(x);
-}
-template <>
-__device__ __forceinline__ void store_element(bf16* to, float x) {
-  *to = __float2bfloat16_rn(x);
-}
-
 template <class Element>
 __global__ void __launch_bounds__(kCombineRows * 32)
     combine_kernel(const __grid_constant__ AttnParams p,
                    const __grid_constant__ PartialResult partial,
                    int splits) {
-  constexpr float kLog2e = 1.4426950408889634f;
   __shared__ float weights[kCombineRows][kMostSplits];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const TileSlot slot =

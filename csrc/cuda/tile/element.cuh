@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The element types that CUDA kernels are instantiated for, their DType and their way to fp32.
+// The element types that CUDA kernels are instantiated for, their DType and their way to and from
+// fp32.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -35,6 +36,21 @@ __device__ __forceinline__ float to_float(f16 x) {
 }
 __device__ __forceinline__ float to_float(bf16 x) {
   return __bfloat162float(x);
+}
+
+template <class Element>
+__device__ __forceinline__ void store_element(Element* to, float x);
+template <>
+__device__ __forceinline__ void store_element(float* to, float x) {
+  *to = x;
+}
+template <>
+__device__ __forceinline__ void store_element(f16* to, float x) {
+  *to = __float2half_rn(x);
+}
+template <>
+__device__ __forceinline__ void store_element(bf16* to, float x) {
+  *to = __float2bfloat16_rn(x);
 }
 
 }  // namespace flash_attn

@@ -55,4 +55,17 @@ __device__ __forceinline__ float row_reduce_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
+// Over the warp, in every lane.
+__device__ __forceinline__ float warp_max(float x) {
+  for (int mask = 16; mask > 0; mask /= 2)
+    x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, mask));
+  return x;
+}
+template <class Number>
+__device__ __forceinline__ Number warp_sum(Number x) {
+  for (int mask = 16; mask > 0; mask /= 2)
+    x += __shfl_xor_sync(0xffffffffu, x, mask);
+  return x;
+}
+
 }  // namespace flash_attn

@@ -12,8 +12,6 @@
 
 namespace flash_attn {
 
-constexpr float kLog2e = 1.4426950408889634f;
-
 __device__ __forceinline__ int chunk_row(int e) {
   return static_cast<int>(threadIdx.x) % 32 / 4 + e / 2 % 2 * 8;
 }

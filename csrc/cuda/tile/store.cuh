@@ -43,7 +43,6 @@ __device__ __forceinline__ float lse_of(float m, float l) {
 // logit without a value; it belongs to one split.
 __device__ __forceinline__ RowEnd
 finish_row(const AttnParams& p, int head, bool with_sink, float m, float l) {
-  constexpr float kLog2e = 1.4426950408889634f;
   float factor = static_cast<float>(p.dropout.scale);
   if (p.sinks.ptr != nullptr && with_sink) {
     const float sink = static_cast<const float*>(p.sinks.ptr)[head];
