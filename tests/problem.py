@@ -273,12 +273,8 @@ def raw_forward(q, k, v, scale=1.0, window=(-1, -1), dropout_p=0.0, philox=None)
 
 
 def assert_copies(found, exact):
-    """The value of a single visible key, to the bit; fp32 of a GPU, whose products take it as two
-    tf32 parts, to their 22 bits."""
-    if found.is_cuda and found.dtype == torch.float32:
-        torch.testing.assert_close(found, exact, rtol=2**-21, atol=0)
-    else:
-        assert torch.equal(found, exact)
+    """The value of a single visible key, to the bit."""
+    assert torch.equal(found, exact)
 
 
 def worst(ours, truth):

@@ -97,7 +97,7 @@ def test_kernels_no_row_is_idle(row):
 @pytest.mark.parametrize("arch", GPUS)
 def test_kernels_every_gpu_is_served(arch):
     """Every dtype, head_dim and score of the specification, on every GPU from sm_75; the backward
-    to 256. Turing's tensor cores have neither bf16 nor tf32."""
+    to 256. Turing's tensor cores have no bf16."""
     missing = []
     dtypes = ["float16"] + ["float32", "bfloat16"] * (arch >= 80)
     dims = [(1, 1), (64, 64), (64, 128), (128, 128), (192, 128), (256, 256)]

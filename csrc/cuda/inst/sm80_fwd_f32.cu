@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Forward kernels of the portable family, float32: sm_80 and newer, whose tensor cores have tf32.
+// Forward kernels of the portable family, float32: sm_80 and newer, whose tensor cores have bf16.
 #include <iterator>
 
 #include "cuda/inst/lists.h"

@@ -52,19 +52,17 @@ __device__ __forceinline__ void mma_16x8x16(
 #endif
 }
 
-// mma.sync.aligned.m16n8k8, tf32: sm_80 and newer. a[0]: row g, column t; a[1]: row g + 8; a[2],
-// a[3]: the same, column t + 4; b0, b1: rows t and t + 4 of column g; c as above. Fp32 bits whose
-// low 13 bits are not read.
-__device__ __forceinline__ void mma_16x8x8(float (&c)[4],
-                                           const uint32_t (&a)[4],
-                                           uint32_t b0,
-                                           uint32_t b1) {
+// mma.sync.aligned.m16n8k8: the first eight k of the above.
+__device__ __forceinline__ void mma_16x8x8(__nv_bfloat16,
+                                           float (&c)[4],
+                                           const uint32_t (&a)[2],
+                                           uint32_t b) {
 #if __CUDA_ARCH__ >= 800
   asm volatile(
-      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-      "{%8, %9}, {%0, %1, %2, %3};"
+      "mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
+      "{%0, %1, %2, %3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+      : "r"(a[0]), "r"(a[1]), "r"(b));
 #else
   __trap();
 #endif

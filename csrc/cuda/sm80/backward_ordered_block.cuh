@@ -325,7 +325,7 @@ struct OrderedBlock {
                                                 uint32_t a,
                                                 uint32_t b) const {
     if constexpr (sizeof(Element) == 4) {
-      warp_multiply_rows<kDim, Tile::kOwn, kRows>(c, a, b + pair_lane());
+      warp_multiply_rows<kDim, Tile::kOwn, kRows, kKeysDown>(c, a, b + pair_lane());
     } else {
       warp_matmul_qk<Element, kDim, kRows, kRows, Tile::kOwn>(c, a, b + column_lane());
     }
