@@ -43,6 +43,9 @@ struct KernelRow {
   CudaLaunch cuda;
   int arch_end = 0;    // first compute capability * 10 it no longer runs on; 0 is no end
   int smem_bytes = 0;  // shared memory of a block; CUDA only
+  // Shared memory without which another row is faster: blocks of this one would not fit side by
+  // side.
+  int smem_room = 0;
 };
 
 struct KernelList {

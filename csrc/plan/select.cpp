@@ -29,6 +29,10 @@ bool needs_general(const AttnParams& p) {
          p.dropout.philox != nullptr || !(p.softmax_scale > 1e-30);
 }
 
+int smem_needed(const KernelRow& row) {
+  return max_of(row.smem_bytes, row.smem_room);
+}
+
 Misfit misfit(const KernelRow& row,
               const AttnParams& p,
               const DeviceInfo& device,
@@ -44,7 +48,7 @@ Misfit misfit(const KernelRow& row,
   if (row.head_dim != 0 && p.head_dim > row.head_dim) return Misfit::kHeadDim;
   if (row.head_dim_v != 0 && p.head_dim_v > row.head_dim_v) return Misfit::kHeadDimV;
   if (row.score == Score::kPlain && needs_general(p)) return Misfit::kScore;
-  if (row.arch != 0 && row.smem_bytes > device.smem_per_block) return Misfit::kSmem;
+  if (row.arch != 0 && smem_needed(row) > device.smem_per_block) return Misfit::kSmem;
   return Misfit::kNone;
 }
 
@@ -110,7 +114,7 @@ std::string misfit_text(const KernelRow& row,
     case Misfit::kScore:
       return "has no softcap, bias, ALiBi or dropout, and takes positive scales only";
     case Misfit::kSmem:
-      return "needs " + std::to_string(row.smem_bytes) +
+      return "needs " + std::to_string(smem_needed(row)) +
              " bytes of shared memory a block, this GPU gives " +
              std::to_string(device.smem_per_block);
   }

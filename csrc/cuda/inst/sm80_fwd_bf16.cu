@@ -11,7 +11,8 @@ namespace flash_attn {
 using namespace sm80;
 
 static constexpr KernelRow kRows[] = {
-    forward_row<bf16, Forward64, Score::kPlain>("sm80_forward_bf16_d64", 80),
+    forward_row<bf16, Forward64, Score::kPlain, Even64>("sm80_forward_bf16_d64", 80),
+    forward_row<bf16, Forward64, Score::kPlain>("sm80_forward_bf16_d64_small", 80),
     forward_row<bf16, Forward64, Score::kGeneral>("sm80_forward_bf16_d64_general", 80),
     forward_row<bf16, Forward128, Score::kPlain>("sm80_forward_bf16_d128", 80),
     forward_row<bf16, General128, Score::kGeneral>("sm80_forward_bf16_d128_general", 80),

@@ -11,7 +11,8 @@ namespace flash_attn {
 using namespace sm80;
 
 static constexpr KernelRow kRows[] = {
-    forward_row<f16, Forward64, Score::kPlain>("sm80_forward_f16_d64", 75),
+    forward_row<f16, Forward64, Score::kPlain, Even64>("sm80_forward_f16_d64", 80),
+    forward_row<f16, Forward64, Score::kPlain>("sm80_forward_f16_d64_small", 75),
     forward_row<f16, Forward64, Score::kGeneral>("sm80_forward_f16_d64_general", 75),
     forward_row<f16, Forward128, Score::kPlain>("sm80_forward_f16_d128", 80),
     forward_row<f16, Sm75Forward128, Score::kPlain>("sm80_forward_f16_d128_sm75", 75),

@@ -19,7 +19,7 @@
 #include <type_traits>
 
 #include "cuda/launch.h"
-#include "cuda/sm80/forward_pair.cuh"
+#include "cuda/sm80/forward_even_pair.cuh"
 #include "cuda/support/combine.cuh"
 #include "plan/kernel_list.h"
 #include "plan/plan.h"
@@ -110,8 +110,8 @@ __device__ __forceinline__ bool whole_tiles(const AttnParams& p,
       __syncthreads();
     }
     if (more) {
-      k_tiles.load(k_smem + (stage ^ 1) * kKBytes, int64_t{next.n} * kBlockN);
-      v_tiles.load(k_smem + 2 * kKBytes + (stage ^ 1) * kVBytes, int64_t{next.n} * kBlockN);
+      k_tiles.load(k_smem + (stage ^ 1) * kKBytes, next.n * kBlockN);
+      v_tiles.load(k_smem + 2 * kKBytes + (stage ^ 1) * kVBytes, next.n * kBlockN);
       ptx::copy_async_commit();
       if (threadIdx.x == 0) state.tiles[stage ^ 1] = next;
     }
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(Tile::kWarps * 32, blocks_per_sm<Tile>())
   const uint32_t q_smem = smem_address(smem), k_smem = q_smem + sizeof(Element) * kBlockM * kDim;
   const uint32_t v_smem = k_smem + 2 * kKBytes;
 
-  ForwardTask task(p, grid);
+  ForwardTask task(p, grid, blockIdx.x);
   const SeqInfo seq(p, task.batch);
   if (!task.cut(seq, grid.block_m)) return;
   load_tile<kBlockM, kDim, kThreads>(q_smem, QueryRows<Element>(p.q, seq, task.rows), task.begin,
@@ -235,56 +235,48 @@ __global__ void __launch_bounds__(Tile::kWarps * 32, blocks_per_sm<Tile>())
                state.task.slice * Tile::kHeadDimV, smem);
 }
 
-// Bytes of partial results.
-inline int64_t forward_workspace(const AttnParams& p, int, int num_splits) {
-  return num_splits > 1 ? num_splits * lse_rows(p) * (partial_columns(p) + 2) * int64_t{4} : 0;
+// Bytes of partial results; of a counter of tasks (forward_even_pair.cuh).
+template <class Tile>
+int64_t forward_workspace(const AttnParams& p, int, int num_splits) {
+  if (num_splits > 1) return num_splits * lse_rows(p) * (partial_columns(p) + 2) * int64_t{4};
+  return Tile::kPairs ? sizeof(unsigned) : 0;
 }
 
-template <class Element, class Tile, Score kScore>
+// Even: the tile of forward_even.cuh.
+template <class Element, class Tile, Score kScore, class Even>
 int launch_forward(const AttnParams& p, const Plan& plan, void* workspace, void* stream) {
-  const int64_t slots = slot_count(p.seq_q, p.batch, p.seqlen_q, plan.group, plan.block_m);
-  if (slots == 0 || p.heads_q == 0) return cudaSuccess;
-  const bool features =
-      kScore == Score::kGeneral && (p.softcap > 0 || p.alibi.slopes != nullptr ||
-                                    p.bias.ptr != nullptr || !(p.softmax_scale > 1e-30));
-  const int run = static_cast<int>(ceil_div(slots, int64_t{p.batch}));
-  const int heads = p.heads_q / plan.group;
-  const bool causal = p.mask.window_right >= 0 && p.mask.window_left < 0;
-  ForwardGrid grid = {slots,
-                      run,
-                      causal ? run / 2 : 0,
-                      static_cast<int>(ceil_div(slots, int64_t{run})) * heads,
-                      heads,
-                      plan.num_splits,
-                      ceil_div(p.head_dim_v, Tile::kHeadDimV),
-                      plan.block_m,
-                      plan.block_n,
-                      plan.group,
-                      {},
-                      features,
-                      p.bias.ptr != nullptr,
-                      ScoreScale(features ? 1.0 : p.softmax_scale)};
+  ForwardGrid grid = forward_grid(p, plan, ceil_div(p.head_dim_v, Tile::kHeadDimV));
+  if (grid.tasks == 0) return cudaSuccess;
+  cudaStream_t on = static_cast<cudaStream_t>(stream);
+  if constexpr (has_even<Element, Tile, kScore>()) {
+    if (runs_even<Element>(p, plan))
+      return launch_even<Element, Even>(p, grid, static_cast<unsigned*>(workspace), on);
+  }
+  if (kScore == Score::kGeneral) {
+    grid.features = p.softcap > 0 || p.alibi.slopes != nullptr || p.bias.ptr != nullptr ||
+                    !(p.softmax_scale > 1e-30);
+    grid.by_thread = p.bias.ptr != nullptr;
+    if (grid.features) grid.scale = ScoreScale(1.0);
+  }
   if (plan.num_splits > 1) {
     grid.partial.rows = lse_rows(p);
     grid.partial.out = static_cast<float*>(workspace);
     grid.partial.sums = reinterpret_cast<float2*>(
         grid.partial.out + grid.partial.rows * plan.num_splits * partial_columns(p));
   }
-  const int64_t blocks = int64_t{grid.lines} * grid.run * grid.splits * grid.slices;
-  cudaStream_t on = static_cast<cudaStream_t>(stream);
   void (*kernel)(AttnParams, ForwardGrid);
   if constexpr (Tile::kPairs)
     kernel = forward_pair_kernel<Element, Tile>;
   else
     kernel = forward_kernel<Element, Tile, kScore>;
-  const cudaError_t error = launch_shared(kernel, blocks, Tile::kWarps * 32,
+  const cudaError_t error = launch_shared(kernel, grid.tasks, Tile::kWarps * 32,
                                           forward_smem_bytes<Element, Tile>(), on, p, grid);
   if (error != cudaSuccess || plan.num_splits == 1) return error;
   return launch_combine<Element>(p, grid.partial, plan.num_splits, on);
 }
 
 // `arch`: the oldest it runs on, compute capability * 10.
-template <class Element, class Tile, Score kScore>
+template <class Element, class Tile, Score kScore, class Even = Tile>
 constexpr KernelRow forward_row(const char* name, int arch) {
   KernelRow row = {};
   row.name = name;
@@ -298,8 +290,13 @@ constexpr KernelRow forward_row(const char* name, int arch) {
   row.block_m = Tile::kBlockM;
   row.block_n = Tile::kBlockN;
   row.smem_bytes = forward_smem_bytes<Element, Tile>();
-  row.shared_bytes = forward_workspace;
-  row.cuda = launch_forward<Element, Tile, kScore>;
+  if constexpr (has_even<Element, Tile, kScore>()) {
+    constexpr int kBytes = forward_even_bytes<Element, Even>();
+    row.smem_bytes = max_of(row.smem_bytes, kBytes);
+    if (!std::is_same<Even, Tile>::value) row.smem_room = Even::kBlocksPerSm * kBytes;
+  }
+  row.shared_bytes = forward_workspace<Tile>;
+  row.cuda = launch_forward<Element, Tile, kScore, Even>;
   return row;
 }
 

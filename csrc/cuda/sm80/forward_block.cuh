@@ -3,12 +3,14 @@
 // place in the grid, what their threads look up, the walk over key tiles, loads, and results.
 #pragma once
 
+#include "core/divisor.h"
 #include "core/slots.h"
 #include "core/tiles.h"
 #include "cuda/sm80/gemm.cuh"
 #include "cuda/sm80/tile_config.h"
 #include "cuda/tile/score.cuh"
 #include "cuda/tile/store.cuh"
+#include "plan/plan.h"
 
 namespace flash_attn::sm80 {
 
@@ -19,34 +21,60 @@ namespace flash_attn::sm80 {
 // half, which fills the multiprocessors that are done early.
 struct ForwardGrid {
   int64_t slots;
-  int run, late, lines, heads, splits, slices;  // lines: pairs of a run and a head
+  int run, late, lines, heads, splits, slices;     // lines: pairs of a run and a head
+  Divisor by_early, by_lines, by_heads, by_group;  // run - late; query heads of a key head
   int block_m, block_n, group;
   PartialResult partial;
+  int64_t tasks;  // all of these
+  // Sequences all of one length, and what a row sees then (Mask::low, high): forward_even.cuh.
+  bool dense;
+  int low, high;
+  unsigned* next;  // tasks that blocks have begun, where they do one after another
   // kGeneral only: scores have features, which make natural units of them, so that `scale` is 1;
   // and one of these is a bias, so that keys lie by thread.
   bool features, by_thread;
   ScoreScale scale;
 };
 
+// All but what features, partial results and kernels of their own need. `slices`: of out's columns.
+inline ForwardGrid forward_grid(const AttnParams& p, const Plan& plan, int slices) {
+  ForwardGrid grid = {};
+  grid.slots = slot_count(p.seq_q, p.batch, p.seqlen_q, plan.group, plan.block_m);
+  grid.heads = p.heads_q / plan.group;
+  if (grid.slots == 0 || grid.heads == 0) return grid;
+  grid.run = static_cast<int>(ceil_div(grid.slots, int64_t{p.batch}));
+  const bool causal = p.mask.window_right >= 0 && p.mask.window_left < 0;
+  grid.late = causal ? grid.run / 2 : 0;
+  grid.lines = static_cast<int>(ceil_div(grid.slots, int64_t{grid.run})) * grid.heads;
+  grid.splits = plan.num_splits, grid.slices = slices;
+  grid.tasks = int64_t{grid.lines} * grid.run * grid.splits * grid.slices;
+  grid.block_m = plan.block_m, grid.block_n = plan.block_n, grid.group = plan.group;
+  grid.by_early = Divisor(grid.run - grid.late), grid.by_lines = Divisor(grid.lines);
+  grid.by_heads = Divisor(grid.heads), grid.by_group = Divisor(p.group_size());
+  grid.scale = ScoreScale(p.softmax_scale);
+  return grid;
+}
+
 // What one block does: rows [begin, end) of `rows`; none when begin >= end.
 struct ForwardTask {
   int batch = 0, split = 0, slice = 0, begin = 0, end = 0;
   PackedRows rows;
 
-  __device__ ForwardTask(const AttnParams& p, const ForwardGrid& grid) : rows(1, 0) {
-    unsigned x = blockIdx.x;
+  // x: number of the block.
+  __device__ ForwardTask(const AttnParams& p, const ForwardGrid& grid, unsigned x) : rows(1, 0) {
     if (grid.slices > 1) slice = x % grid.slices, x /= grid.slices;
     if (grid.splits > 1) split = x % grid.splits, x /= grid.splits;
     // Run and head as one number, and the slot's place in its run.
     const unsigned early = grid.run - grid.late, lines = grid.lines;
-    unsigned line = x / early;
+    unsigned line = grid.by_early(x);
     int place = grid.run - 1 - (x - line * early);
     if (line >= lines) {
       x -= lines * early;
-      line = x % lines;
-      place = grid.late - 1 - x / lines;
+      const unsigned from_end = grid.by_lines(x);
+      line = x - from_end * lines;
+      place = grid.late - 1 - from_end;
     }
-    const int run = line / grid.heads;
+    const int run = grid.by_heads(line);
     rows = PackedRows(grid.group, line - run * grid.heads);
     TileSlot found = {run, place};
     if (p.seq_q.cu_seqlens != nullptr) {

@@ -18,6 +18,7 @@
 
 #include "cuda/ptx/barrier.cuh"
 #include "cuda/sm80/forward_block.cuh"
+#include "cuda/tile/operand.cuh"
 
 namespace flash_attn::sm80 {
 
@@ -73,6 +74,51 @@ __device__ __forceinline__ void pair_raise(Softmax<Element, kRowBlocks>& softmax
   pair.sync();
 }
 
+// Where a warp of a pair reads and writes.
+struct PairOperands {
+  uint32_t q, k, v;  // lanes in the pair's rows of Q, the own half of the keys and of V's columns
+  uint32_t p;        // P's tile
+  float* place;      // WarpPair::exchange
+};
+
+// 4 and 5 for a tile whose V has arrived. `sees_own`, `sees_other`: whether the pair's rows see
+// something of this warp's half of the keys, and of the partner's.
+template <class Element, class Tile, int kRowBlocks, int kColumns>
+__device__ __forceinline__ void pair_add(float (&out)[kRowBlocks][Tile::kHeadDimV / 16][4],
+                                         float (&s)[kRowBlocks][kColumns][4],
+                                         Softmax<Element, kRowBlocks>& softmax,
+                                         const ScoreScale& scale,
+                                         const WarpPair& pair,
+                                         const PairOperands& at,
+                                         bool sees_own,
+                                         bool sees_other) {
+  constexpr int kBlockM = Tile::kBlockM, kBlockN = Tile::kBlockN;
+  constexpr int kKeys = kBlockN / 2, kDimV = Tile::kHeadDimV / 2;
+  const int pair_row = 32 * pair.id, own = pair.half * kKeys, other = kKeys - own;
+  pair_raise(softmax, s, out, scale, pair, at.place);
+  softmax.prepare(s, scale);
+  const auto own_weights = [&](uint32_t(&a)[kRowBlocks][4], int step) {
+    softmax.weigh(s, scale, 2 * step, 2);
+#pragma unroll
+    for (int b = 0; b < kRowBlocks; ++b) {
+      to_operand<Element>(a[b], s[b][2 * step], s[b][2 * step + 1]);
+      const int k = own / 16 + step;  // of 16 columns
+      const uint32_t to = at.p + (k / 4 * kBlockM + pair_row + 16 * b) * 128;
+      flash_attn::store_operand(to, k % 4, a[b]);
+    }
+  };
+  if (sees_own) warp_matmul_pv<Element, kDimV, kKeys, kBlockN>(out, own_weights, at.v + own * 128);
+  pair.sync();
+  const auto other_weights = [&](uint32_t(&a)[kRowBlocks][4], int step) {
+    const uint32_t from = at.p + pair_row * 128 + row_lane() + other / 64 * kBlockM * 128;
+#pragma unroll
+    for (int b = 0; b < kRowBlocks; ++b)
+      ptx::load_matrix_x4(a[b], fragment_at<kBlockM>(from, 16 * b, step));
+  };
+  if (sees_other)
+    warp_matmul_pv<Element, kDimV, kKeys, kBlockN>(out, other_weights, at.v + other * 128);
+}
+
 template <class Element, class Tile>
 __global__ void __launch_bounds__(Tile::kWarps * 32, 1)
     forward_pair_kernel(const __grid_constant__ AttnParams p,
@@ -88,7 +134,7 @@ __global__ void __launch_bounds__(Tile::kWarps * 32, 1)
   const uint32_t q_smem = smem_address(smem), k_smem = q_smem + sizeof(Element) * kBlockM * kDim;
   const uint32_t v_smem = k_smem + kKBytes, p_smem = v_smem + kKBytes;
 
-  ForwardTask task(p, grid);
+  ForwardTask task(p, grid, blockIdx.x);
   const SeqInfo seq(p, task.batch);
   if (!task.cut(seq, grid.block_m)) return;
   load_tile<kBlockM, kDim, kThreads>(q_smem, QueryRows<Element>(p.q, seq, task.rows), task.begin,
@@ -104,12 +150,10 @@ __global__ void __launch_bounds__(Tile::kWarps * 32, 1)
 
   const WarpPair pair;
   const int pair_row = 32 * pair.id;  // of the tile
-  const int own = pair.half * kKeys, other = kKeys - own;
-  const uint32_t q_lane = q_smem + pair_row * 128 + row_lane();
-  const uint32_t k_lane = k_smem + own * 128 + column_lane();
-  const uint32_t v_lane = v_smem + pair.half * (kDimV / 64) * kBlockN * 128 + row_lane();
-  const uint32_t p_lane = p_smem + pair_row * 128 + row_lane();
-  float* place = reinterpret_cast<float*>(smem + (p_smem - q_smem) + pair_row * 128);
+  const int own = pair.half * kKeys;
+  const PairOperands at = {q_smem + pair_row * 128 + row_lane(), k_smem + own * 128 + column_lane(),
+                           v_smem + pair.half * (kDimV / 64) * kBlockN * 128 + row_lane(), p_smem,
+                           reinterpret_cast<float*>(smem + (p_smem - q_smem) + pair_row * 128)};
   float out[kRowBlocks][kDimV / 8][4] = {};
   Softmax<Element, kRowBlocks> softmax;
 
@@ -120,8 +164,7 @@ __global__ void __launch_bounds__(Tile::kWarps * 32, 1)
     ptx::copy_async_commit();
     const bool sees = state.sees(pair.id, state.tiles[turn].n * grid.block_n, grid.block_n);
     float s[kRowBlocks][kKeys / 8][4];
-    if (sees)
-      warp_matmul_qk<Element, kDim, kKeys, kBlockN, kBlockM, Tile::kAhead>(s, q_lane, k_lane);
+    if (sees) warp_matmul_qk<Element, kDim, kKeys, kBlockN, kBlockM, Tile::kAhead>(s, at.q, at.k);
     __syncthreads();
     const KvTile tile = state.tiles[turn];
     if (next_tile(state, state.walk, position, next, turn ^ 1))
@@ -140,31 +183,13 @@ __global__ void __launch_bounds__(Tile::kWarps * 32, 1)
     ptx::copy_async_wait<1>();
     __syncthreads();
     if (!sees) continue;
-    pair_raise(softmax, s, out, grid.scale, pair, place);
-    softmax.prepare(s, grid.scale);
-    const auto own_weights = [&](uint32_t(&a)[kRowBlocks][4], int step) {
-      softmax.weigh(s, grid.scale, 2 * step, 2);
-#pragma unroll
-      for (int b = 0; b < kRowBlocks; ++b) {
-        to_operand<Element>(a[b], s[b][2 * step], s[b][2 * step + 1]);
-        store_operand<kBlockM>(a[b], p_smem, pair_row + 16 * b, own / 16 + step);
-      }
-    };
-    warp_matmul_pv<Element, kDimV, kKeys, kBlockN>(out, own_weights, v_lane + own * 128);
-    pair.sync();
-    const auto other_weights = [&](uint32_t(&a)[kRowBlocks][4], int step) {
-      const uint32_t from = p_lane + other / 64 * kBlockM * 128;
-#pragma unroll
-      for (int b = 0; b < kRowBlocks; ++b)
-        ptx::load_matrix_x4(a[b], fragment_at<kBlockM>(from, 16 * b, step));
-    };
-    warp_matmul_pv<Element, kDimV, kKeys, kBlockN>(out, other_weights, v_lane + other * 128);
+    pair_add<Element, Tile>(out, s, softmax, grid.scale, pair, at, true, true);
   }
   ptx::copy_async_wait<0>();
   __syncthreads();
   softmax.finish();
   float theirs[kRowBlocks][2];
-  pair.exchange(softmax.l, theirs, place);
+  pair.exchange(softmax.l, theirs, at.place);
 #pragma unroll
   for (int b = 0; b < kRowBlocks; ++b)
     softmax.l[b][0] += theirs[b][0], softmax.l[b][1] += theirs[b][1];

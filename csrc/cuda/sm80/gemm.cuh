@@ -39,23 +39,6 @@ __device__ __forceinline__ uint32_t value_lane() {
   return sizeof(Element) == 4 ? column_pair_lane() : row_lane();
 }
 
-// An A operand -> columns 16 * k … of a tile of kRows rows, whose row `row` (a multiple of 8) is
-// the operand's first: what ldmatrix at fragment_at reads back.
-template <int kRows>
-__device__ __forceinline__ void store_operand(const uint32_t (&a)[4],
-                                              uint32_t tile,
-                                              int row,
-                                              int k) {
-  const uint32_t line = threadIdx.x % 32 / 4;
-  const uint32_t first = tile + line * 144 + threadIdx.x % 4 * 4;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const uint32_t at =
-        (first ^ ((2 * k + i / 2) % 8 * 16)) + (k / 4 * kRows + row + i % 2 * 8) * 128;
-    asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(a[i]) : "memory");
-  }
-}
-
 // A operands of Q that a warp keeps: the first kSteps steps of 16 columns.
 template <int kSteps, int kRowBlocks, int kQueryRows>
 struct KeptQueries {
@@ -153,22 +136,25 @@ __device__ __forceinline__ void warp_matmul_pv(float (&out)[kRowBlocks][kDim / 8
                                                uint32_t v) {
   constexpr int kSteps = kKeys / 16, kEach = kDim / 16;
   uint32_t r[2][4];  // keys 0-7 and 8-15 of dims 0-7, then of dims 8-15
-  ptx::load_matrix_x4_trans(r[0], fragment_at<kTileKeys>(v, 0, 0));
+  const auto load_v = [&](int at) {
+    if (at < kSteps * kEach) {
+      ptx::load_matrix_x4_trans(r[at % 2], fragment_at<kTileKeys>(v, at / kEach * 16, at % kEach));
+    }
+  };
+  load_v(0);
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     uint32_t a[kRowBlocks][4];
     operand(a, step);
 #pragma unroll
     for (int n = 0; n < kEach; ++n) {
-      const int now = step * kEach + n, next = now + 1;
-      if (next < kSteps * kEach) {
-        ptx::load_matrix_x4_trans(r[next % 2],
-                                  fragment_at<kTileKeys>(v, next / kEach * 16, next % kEach));
-      }
+      const int at = step * kEach + n;
+      load_v(at + 1);
+      const uint32_t(&values)[4] = r[at % 2];
 #pragma unroll
       for (int b = 0; b < kRowBlocks; ++b) {
-        ptx::mma_16x8x16(Element(), out[b][2 * n], a[b], r[now % 2][0], r[now % 2][1]);
-        ptx::mma_16x8x16(Element(), out[b][2 * n + 1], a[b], r[now % 2][2], r[now % 2][3]);
+        ptx::mma_16x8x16(Element(), out[b][2 * n], a[b], values[0], values[1]);
+        ptx::mma_16x8x16(Element(), out[b][2 * n + 1], a[b], values[2], values[3]);
       }
     }
   }

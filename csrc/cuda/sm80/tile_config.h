@@ -18,6 +18,11 @@ struct Forward64 {
   static constexpr int kBlocksPerSm = 2, kSlices = 1, kAhead = 1, kKept = 4;
   static constexpr bool kPairs = false;
 };
+// The same for forward_even.cuh where two blocks of 80 KiB fit: twice the keys for a barrier, 7 %
+// faster (H200) than with 64.
+struct Even64 : Forward64 {
+  static constexpr int kBlockN = 128, kKept = 0;
+};
 // 96 KiB.
 struct Forward128 : Forward64 {
   static constexpr int kHeadDim = 128, kHeadDimV = 128, kKept = 0;

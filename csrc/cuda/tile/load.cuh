@@ -75,7 +75,7 @@ struct KeyRows {
 // Whether 16-byte copies may be used: every row begins at a multiple of 16 bytes (and no two
 // neighbours are so far apart that 32 bits would not hold the bytes between some rows of a tile).
 template <class Element>
-__device__ __forceinline__ bool copies_whole_chunks(const TensorRef& t) {
+FA_HD bool copies_whole_chunks(const TensorRef& t) {
   constexpr int kEach = 16 / sizeof(Element);
   return ((reinterpret_cast<uintptr_t>(t.ptr) % 16) | (t.batch % kEach) | (t.row % kEach) |
           (t.head % kEach)) == 0 &&
@@ -85,39 +85,52 @@ __device__ __forceinline__ bool copies_whole_chunks(const TensorRef& t) {
 // The same for loads of `dim` columns: no chunk is cut. (A copy of 16 bytes reads all of them, as
 // far as the memory checker is concerned, however few it is told to.)
 template <class Element>
-__device__ __forceinline__ bool copies_whole_chunks(const TensorRef& t, int dim) {
+FA_HD bool copies_whole_chunks(const TensorRef& t, int dim) {
   return dim % (16 / static_cast<int>(sizeof(Element))) == 0 && copies_whole_chunks<Element>(t);
 }
 
-// Tiles of kRows evenly spaced rows that all exist, of whole chunks. What a thread copies of a tile
-// is its chunk of every kStep-th row, in each panel.
+// Tiles of kRows evenly spaced rows, of whole chunks. What a thread copies of a tile is its chunk
+// of every kStep-th row, in each panel.
 template <class Element, int kRows, int kDim, int kThreads>
 struct WholeTiles {
   static constexpr int kPanels = kDim / kPanelColumns, kStep = kThreads / kPanelChunks;
   static_assert(kDim % kPanelColumns == 0 && kRows % kStep == 0 && kStep % 8 == 0);
-  const Element* source;  // of row 0
-  int stride, dim;        // of the rows; columns from the thread's own on
-  uint32_t to;            // offset in the tile
+  const char* source;  // of row 0
+  int stride, dim;     // bytes from row to row; columns from the thread's own on
+  uint32_t to;         // offset in the tile
 
   __device__ __forceinline__ WholeTiles(const Element* base, int64_t stride_, int dim_)
-      : stride(static_cast<int>(stride_)) {
+      : stride(static_cast<int>(stride_ * sizeof(Element))) {
     const int thread = ptx::thread_index();
     const int row = thread / kPanelChunks, column = thread % kPanelChunks * kChunk;
-    source = base + row * stride_ + column;
+    source = reinterpret_cast<const char*>(base + column) + int64_t{row} * stride;
     dim = dim_ - column;
     to = tile_offset<kRows>(row, thread % kPanelChunks);
   }
 
-  // Rows [begin, begin + kRows) -> shared memory, columns past dim zero. Asynchronous.
-  __device__ __forceinline__ void load(uint32_t smem, int64_t begin) const {
-    const Element* from = source + begin * stride;
+  // Rows [begin, begin + kRows), which all exist, -> shared memory, columns past dim zero.
+  // Asynchronous.
+  __device__ __forceinline__ void load(uint32_t smem, int begin) const {
+    copy(smem, begin, [](int) { return true; });
+  }
+
+  // The same where rows exist before `end`; the others become zero.
+  __device__ __forceinline__ void load(uint32_t smem, int begin, int end) const {
+    const int live = end - begin - ptx::thread_index() / kPanelChunks;
+    copy(smem, begin, [&](int r) { return r < live; });
+  }
+
+ private:
+  template <class Exists>
+  __device__ __forceinline__ void copy(uint32_t smem, int begin, const Exists& exists) const {
+    const char* from = source + int64_t{begin} * stride;
 #pragma unroll
     for (int r = 0; r < kRows; r += kStep) {
 #pragma unroll
       for (int panel = 0; panel < kPanels; ++panel) {
         ptx::copy_async_16(smem + to + (panel * kRows + r) * 128,
-                           from + int64_t{r * stride} + panel * kPanelColumns,
-                           panel * kPanelColumns < dim ? 16 : 0);
+                           from + int64_t{stride} * r + panel * 128,
+                           panel * kPanelColumns < dim && exists(r) ? 16 : 0);
       }
     }
   }

@@ -26,6 +26,7 @@ namespace flash_attn {
 struct ScoreScale {
   float unit = 1, c = 1, inverse = 1;  // 1 / c
 
+  ScoreScale() = default;
   __host__ explicit ScoreScale(double unit_)
       : unit(static_cast<float>(unit_)),
         c(static_cast<float>(unit_ * 1.4426950408889634)),
@@ -51,13 +52,21 @@ struct Softmax {
   __device__ __forceinline__ void step(float (&s)[kRowBlocks][kColumns][4],
                                        float (&out)[kRowBlocks][kOutColumns][4],
                                        const ScoreScale& scale) {
+    settle(s, out, scale);
+    weigh(s, scale);
+  }
+
+  // The part of it before weights are taken.
+  template <int kColumns, int kOutColumns>
+  __device__ __forceinline__ void settle(float (&s)[kRowBlocks][kColumns][4],
+                                         float (&out)[kRowBlocks][kOutColumns][4],
+                                         const ScoreScale& scale) {
     float most[kRowBlocks][2];
     if (__any_sync(0xffffffffu, passes(s, most, scale))) {
       reduce(most, scale);
       raise(most, out, scale);
     }
     prepare(s, scale);
-    weigh(s, scale);
   }
 
   // l: the sums of whole rows, in all lanes.
@@ -150,8 +159,7 @@ struct Softmax {
     const float c = scale.c;
 #pragma unroll
     for (int b = 0; b < kRowBlocks; ++b) {
-      const float base0 = kExact || (huge && is_far(m[b][0], c)) ? 0.0f : base_of(m[b][0], c);
-      const float base1 = kExact || (huge && is_far(m[b][1], c)) ? 0.0f : base_of(m[b][1], c);
+      const float base0 = near_base(m[b][0], c), base1 = near_base(m[b][1], c);
 #pragma unroll
       for (int n = first; n < first + count; ++n) {
         s[b][n][0] = ptx::exp2_approx(fmaf(s[b][n][0], c, -base0));
@@ -168,6 +176,12 @@ struct Softmax {
   // No key seen so far: every weight is 2^(-inf) = 0.
   __device__ __forceinline__ static float base_of(float m, float c) {
     return m == -INFINITY ? 0.0f : __fmul_rn(m, c);
+  }
+
+  // The same, but 0 where weights are taken from differences.
+  __device__ __forceinline__ static float near_base(float m, float c) {
+    const float base = __fmul_rn(m, c);
+    return !kExact && fabsf(base) <= kHuge ? base : 0.0f;
   }
 
   // Whether weights of a row with this m are taken from differences.

@@ -34,4 +34,27 @@ __device__ __forceinline__ void store_tile_rows(
   }
 }
 
+// The same where all rows and `dim` are whole chunks.
+template <int kTileRows, int kRows, int kDim, int kThreads, class Element>
+__device__ __forceinline__ void store_whole_rows(
+    uint32_t tile, Element* to, int64_t stride, int rows, int dim) {
+  constexpr int kChunks = kDim / kChunk, kLine = kChunks < kThreads ? kChunks : kThreads;
+  constexpr int kStep = kThreads / kLine;  // rows at once
+  static_assert(kRows % kStep == 0 && kChunks % kLine == 0);
+  const int thread = threadIdx.x % kThreads, first = thread / kLine;
+  Element* line = to + first * stride + thread % kLine * kChunk;
+#pragma unroll
+  for (int r = 0; r < kRows; r += kStep) {
+#pragma unroll
+    for (int c = 0; c < kChunks; c += kLine) {
+      const int chunk = thread % kLine + c;
+      if (first + r < rows && chunk * kChunk < dim) {
+        *reinterpret_cast<uint4*>(line + c * kChunk) =
+            ptx::load_shared_16(tile + tile_offset<kTileRows>(first + r, chunk));
+      }
+    }
+    line += kStep * stride;
+  }
+}
+
 }  // namespace flash_attn

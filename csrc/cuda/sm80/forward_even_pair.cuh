@@ -1,0 +1,146 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// forward_even.cuh for pairs of warps (forward_pair.cuh). A block fills a multiprocessor, so nobody
+// else works while its first tiles are on their way or out is written: blocks stay and do one task
+// after another, and the Q and K of the next task are loaded beside the last tile of this one. Who
+// is free takes the next task: under causal they differ in length.
+#pragma once
+
+#include "cuda/launch.h"
+#include "cuda/sm80/forward_even.cuh"
+#include "cuda/sm80/forward_pair.cuh"
+
+namespace flash_attn::sm80 {
+
+// In shared memory: this task and the next one, in turns; the number of the next.
+template <class Element, class Tile>
+struct PairTasks {
+  EvenTask<Element> task[2];
+  WarpKeys keys[2][Tile::kWarps / 2];
+  unsigned next;
+};
+
+// Shared memory of a block of either kernel.
+template <class Element, class Tile>
+constexpr int forward_even_bytes() {
+  const size_t state =
+      Tile::kPairs ? sizeof(PairTasks<Element, Tile>) : sizeof(EvenState<Element, Tile>);
+  return forward_tile_bytes<Tile>(sizeof(Element)) + static_cast<int>(state);
+}
+
+template <class Element, class Tile>
+__global__ void __launch_bounds__(Tile::kWarps * 32, 1)
+    forward_even_pair_kernel(const __grid_constant__ AttnParams p,
+                             const __grid_constant__ ForwardGrid grid) {
+  static_assert(Tile::kPairs && Tile::kBlockM == Tile::kBlockN);
+  constexpr int kThreads = Tile::kWarps * 32, kBlockM = Tile::kBlockM, kBlockN = Tile::kBlockN;
+  constexpr int kDim = Tile::kHeadDim, kRowBlocks = 2;
+  constexpr int kKeys = kBlockN / 2, kDimV = Tile::kHeadDimV / 2;  // of a warp
+  constexpr uint32_t kBytes = sizeof(Element) * kBlockN * kDim;    // of Q, K and V alike
+  using Keys = WholeTiles<Element, kBlockN, kDim, kThreads>;
+  extern __shared__ __align__(1024) uint8_t smem[];
+  PairTasks<Element, Tile>& state = *reinterpret_cast<PairTasks<Element, Tile>*>(
+      smem + forward_tile_bytes<Tile>(sizeof(Element)));
+  const uint32_t q_smem = smem_address(smem), k_smem = q_smem + kBytes, v_smem = k_smem + kBytes;
+  const uint32_t p_smem = v_smem + kBytes;
+  const WarpPair pair;
+  const int pair_row = 32 * pair.id, own = pair.half * kKeys;  // of the tile
+  const PairOperands at = {q_smem + pair_row * 128 + row_lane(), k_smem + own * 128 + column_lane(),
+                           v_smem + pair.half * (kDimV / 64) * kBlockN * 128 + row_lane(), p_smem,
+                           reinterpret_cast<float*>(smem + (p_smem - q_smem) + pair_row * 128)};
+
+  const auto begin_task = [&](unsigned x, int turn) {
+    const EvenTask<Element> task(p, grid, x);
+    int n, n_end;
+    task.template tiles<kBlockN>(kBlockM, n, n_end);
+    WholeTiles<Element, kBlockM, kDim, kThreads>(task.q, p.q.row, p.head_dim)
+        .load(q_smem, task.begin, task.q_len);
+    Keys(task.k, p.k.row, p.head_dim).load(k_smem, n * kBlockN, task.k_len);
+    if (threadIdx.x == 0) state.task[turn] = task;
+    if (threadIdx.x % 64 == 0)
+      state.keys[turn][pair.id] = task.keys_of(task.begin + pair_row, 16 * kRowBlocks);
+  };
+  begin_task(blockIdx.x, 0);
+  ptx::copy_async_commit();
+  __syncthreads();
+
+  unsigned x = blockIdx.x;
+  for (int turn = 0; x < grid.tasks; turn ^= 1) {
+    const EvenTask<Element>& task = state.task[turn];
+    unsigned found = grid.tasks;
+    if (threadIdx.x == 0 && grid.next != nullptr) found = gridDim.x + atomicAdd(grid.next, 1u);
+    int n, n_end;
+    task.template tiles<kBlockN>(kBlockM, n, n_end);
+    const auto window = [&]() -> WarpWindow<Element> {
+      return {task, task.begin + pair_row, state.keys[turn][pair.id]};
+    };
+    float out[kRowBlocks][kDimV / 8][4] = {};
+    Softmax<Element, kRowBlocks> softmax;
+    for (; n >= n_end; --n) {
+      ptx::copy_async_wait<0>();
+      __syncthreads();
+      Keys(task.v, p.v.row, p.head_dim_v).load(v_smem, n * kBlockN, task.k_len);
+      ptx::copy_async_commit();
+      const bool sees_own = window().sees(n * kBlockN + own, kKeys);
+      const bool sees_other = window().sees(n * kBlockN + kKeys - own, kKeys);
+      float s[kRowBlocks][kKeys / 8][4];
+      if (sees_own) {
+        warp_matmul_qk<Element, kDim, kKeys, kBlockN, kBlockM, Tile::kAhead>(s, at.q, at.k);
+      } else {
+#pragma unroll
+        for (int e = 0; e < kRowBlocks * kKeys / 2; ++e)
+          s[e / 4 / (kKeys / 8)][e / 4 % (kKeys / 8)][e % 4] = -INFINITY;
+      }
+      if (n == n_end && threadIdx.x == 0) state.next = found;
+      __syncthreads();
+      if (n > n_end) {
+        Keys(task.k, p.k.row, p.head_dim).load(k_smem, (n - 1) * kBlockN);
+      } else {
+        x = state.next;
+        if (x < grid.tasks) begin_task(x, turn ^ 1);
+      }
+      ptx::copy_async_commit();
+      if (sees_own) window().apply(s, n * kBlockN + own);
+      ptx::copy_async_wait<1>();
+      __syncthreads();
+      if (sees_own || sees_other)
+        pair_add<Element, Tile>(out, s, softmax, grid.scale, pair, at, sees_own, sees_other);
+    }
+    __syncthreads();  // V's place takes out
+    softmax.finish();
+    float theirs[kRowBlocks][2];
+    pair.exchange(softmax.l, theirs, at.place);
+#pragma unroll
+    for (int b = 0; b < kRowBlocks; ++b)
+      softmax.l[b][0] += theirs[b][0], softmax.l[b][1] += theirs[b][1];
+    store_even<kBlockM>(p, grid, task, task.begin + pair_row, softmax, out, pair.half * kDimV,
+                        v_smem + (pair.half * (kDimV / 64) * kBlockM + pair_row) * 128);
+  }
+}
+
+// `counter`: one, of pairs alone.
+template <class Element, class Tile>
+cudaError_t launch_even(const AttnParams& p,
+                        ForwardGrid grid,
+                        unsigned* counter,
+                        cudaStream_t stream) {
+  fill_dense(p, grid);
+  constexpr int kThreads = Tile::kWarps * 32, kBytes = forward_even_bytes<Element, Tile>();
+  if constexpr (!Tile::kPairs) {
+    return launch_shared(forward_even_kernel<Element, Tile>, grid.tasks, kThreads, kBytes, stream,
+                         p, grid);
+  } else {
+    int device = 0, blocks = 1;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error == cudaSuccess)
+      error = cudaDeviceGetAttribute(&blocks, cudaDevAttrMultiProcessorCount, device);
+    if (error == cudaSuccess && blocks < grid.tasks) {
+      grid.next = counter;
+      error = cudaMemsetAsync(counter, 0, sizeof(unsigned), stream);
+    }
+    if (error != cudaSuccess) return error;
+    return launch_shared(forward_even_pair_kernel<Element, Tile>,
+                         min_of(int64_t{blocks}, grid.tasks), kThreads, kBytes, stream, p, grid);
+  }
+}
+
+}  // namespace flash_attn::sm80
