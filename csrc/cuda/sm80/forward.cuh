@@ -88,10 +88,8 @@ __device__ __forceinline__ bool whole_tiles(const AttnParams& p,
   constexpr uint32_t kKBytes = sizeof(Element) * kBlockN * Tile::kHeadDim;
   constexpr uint32_t kVBytes = sizeof(Element) * kBlockN * Tile::kHeadDimV;
   const int column0 = state.task.slice * Tile::kHeadDimV, low = state.full_low;
-  const WholeTiles<Element, kBlockN, Tile::kHeadDim, kThreads> k_tiles(state.keys.k, p.k.row,
-                                                                       p.head_dim);
-  const WholeTiles<Element, kBlockN, Tile::kHeadDimV, kThreads> v_tiles(
-      state.keys.v + column0, p.v.row, p.head_dim_v - column0);
+  using Keys = WholeTiles<Element, kBlockN, Tile::kHeadDim, kThreads>;
+  using Values = WholeTiles<Element, kBlockN, Tile::kHeadDimV, kThreads>;
   const KeptQueries<Tile::kKept, kRowBlocks, Tile::kBlockM> kept(at.q);
   bool any = false;
   while (true) {
@@ -110,8 +108,10 @@ __device__ __forceinline__ bool whole_tiles(const AttnParams& p,
       __syncthreads();
     }
     if (more) {
-      k_tiles.load(k_smem + (stage ^ 1) * kKBytes, next.n * kBlockN);
-      v_tiles.load(k_smem + 2 * kKBytes + (stage ^ 1) * kVBytes, next.n * kBlockN);
+      Keys(state.keys.k, p.k.row, p.head_dim)
+          .load(k_smem + (stage ^ 1) * kKBytes, next.n * kBlockN);
+      Values(state.keys.v + column0, p.v.row, p.head_dim_v - column0)
+          .load(k_smem + 2 * kKBytes + (stage ^ 1) * kVBytes, next.n * kBlockN);
       ptx::copy_async_commit();
       if (threadIdx.x == 0) state.tiles[stage ^ 1] = next;
     }
@@ -249,7 +249,7 @@ int launch_forward(const AttnParams& p, const Plan& plan, void* workspace, void*
   if (grid.tasks == 0) return cudaSuccess;
   cudaStream_t on = static_cast<cudaStream_t>(stream);
   if constexpr (has_even<Element, Tile, kScore>()) {
-    if (runs_even<Element>(p, plan))
+    if (runs_even<Element, Even>(p, plan))
       return launch_even<Element, Even>(p, grid, static_cast<unsigned*>(workspace), on);
   }
   if (kScore == Score::kGeneral) {

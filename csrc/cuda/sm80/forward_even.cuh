@@ -26,11 +26,16 @@ template <class Element, class Tile, Score kScore>
 constexpr bool has_even() {
   return kScore == Score::kPlain && sizeof(Element) == 2 && Tile::kSlices == 1;
 }
-template <class Element>
+template <class Element, class Tile>
 bool runs_even(const AttnParams& p, const Plan& plan) {
+  const BlockList& list = p.mask.blocks;
+  if (list.index != nullptr &&
+      (Tile::kPairs || list.bits != nullptr || plan.block_m != Tile::kBlockM ||
+       p.mask.block_k % Tile::kBlockN != 0))
+    return false;
   return int64_t{p.seqlen_q} + p.seqlen_k < INT32_MAX && p.pages.table == nullptr &&
-         p.seq_k.leftpad == nullptr && p.mask.blocks.index == nullptr && plan.num_splits == 1 &&
-         plan.group == 1 && copies_whole_chunks<Element>(p.q, p.head_dim) &&
+         p.seq_k.leftpad == nullptr && plan.num_splits == 1 && plan.group == 1 &&
+         copies_whole_chunks<Element>(p.q, p.head_dim) &&
          copies_whole_chunks<Element>(p.k, p.head_dim) &&
          copies_whole_chunks<Element>(p.v, p.head_dim_v) &&
          copies_whole_chunks<Element>(p.out, p.head_dim_v);
@@ -52,18 +57,19 @@ struct EvenTask {
   const Element *q, *k, *v;
   Element* out;
   float* lse;
-  int head, begin, q_len, k_len;  // rows from `begin` on
+  int batch, head;
+  int begin, q_len, k_len;  // rows from `begin` on
   int low, high;
 
   __device__ __forceinline__ EvenTask(const AttnParams& p, const ForwardGrid& grid, unsigned x) {
     const ForwardTask task(p, grid, x);
-    head = task.rows.head_first;
+    batch = task.batch, head = task.rows.head_first;
     if (grid.dense) {
       q_len = p.seqlen_q, k_len = p.seqlen_k;
       low = grid.low, high = grid.high;
-      const int64_t batch = task.batch;
-      find(p, grid, batch * p.q.batch, batch * p.k.batch, batch * p.v.batch, batch * p.out.batch);
-      lse = static_cast<float*>(p.lse) + (batch * p.heads_q + head) * p.seqlen_q;
+      const int64_t b = batch;
+      find(p, grid, b * p.q.batch, b * p.k.batch, b * p.v.batch, b * p.out.batch);
+      lse = static_cast<float*>(p.lse) + (b * p.heads_q + head) * p.seqlen_q;
     } else {
       const SeqInfo seq(p, task.batch);
       const Mask mask(p.mask, seq);
@@ -112,7 +118,42 @@ struct EvenTask {
 template <class Element, class Tile>
 struct EvenState {
   EvenTask<Element> task;
+  const int32_t* list;
+  int list_last;  // ListWalk::next
   WarpKeys keys[Tile::kWarps];
+};
+
+// The tiles of a line of a block list, from the last to the first. Each warp walks for itself, and
+// a lane holds one of 32 entries.
+struct ListWalk {
+  int entry, part = 0;  // of the tiles that an entry stands for `part` are left
+  int held = 0;
+
+  __device__ __forceinline__ explicit ListWalk(const BlockLine& line) : entry(line.count) {
+    if (entry > 0) hold(line.index, (entry - 1) / 32 * 32);
+  }
+
+  // Of the tiles [first, last], `ratio` an entry; -1 when there is no further one.
+  __device__ __forceinline__ int next(const int32_t* index, int ratio, int first, int last) {
+    while (true) {
+      if (part == 0) {
+        if (entry == 0) return -1;
+        if (entry % 32 == 0) hold(index, entry - 32);
+        --entry, part = ratio;
+      }
+      const int block = __shfl_sync(0xffffffffu, held, entry % 32);
+      --part;
+      if (block < 0 || block > last) continue;
+      const int64_t tile = int64_t{block} * ratio + part;
+      if (tile >= first && tile <= last) return static_cast<int>(tile);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void hold(const int32_t* index, int from) {
+    const int at = from + static_cast<int>(threadIdx.x) % 32;
+    held = at < entry ? index[at] : -1;
+  }
 };
 
 // Which keys the rows of a warp see.
@@ -221,7 +262,8 @@ __device__ __forceinline__ void store_even(const AttnParams& p,
       p.head_dim_v - column0);
 }
 
-template <class Element, class Tile>
+// kList: of the tiles that a block list names.
+template <class Element, class Tile, bool kList>
 __global__ void __launch_bounds__(Tile::kWarps * 32, blocks_per_sm<Tile>())
     forward_even_kernel(const __grid_constant__ AttnParams p,
                         const __grid_constant__ ForwardGrid grid) {
@@ -238,20 +280,30 @@ __global__ void __launch_bounds__(Tile::kWarps * 32, blocks_per_sm<Tile>())
       smem + forward_tile_bytes<Tile>(sizeof(Element)));
   const EvenTask<Element> task(p, grid, blockIdx.x);
   if (task.begin == task.q_len) return;
-  int n, n_end;
-  task.template tiles<kBlockN>(kBlockM, n, n_end);
+  int n_begin, n_end;
+  task.template tiles<kBlockN>(kBlockM, n_begin, n_end);
   WholeTiles<Element, kBlockM, kDim, kThreads>(task.q, p.q.row, p.head_dim)
       .load(q_smem, task.begin, task.q_len);
-  const WholeTiles<Element, kBlockN, kDim, kThreads> k_tiles(task.k, p.k.row, p.head_dim);
-  const WholeTiles<Element, kBlockN, kDimV, kThreads> v_tiles(task.v, p.v.row, p.head_dim_v);
-  // Only the last tile may reach past the keys.
-  k_tiles.load(k_smem, n * kBlockN, task.k_len);
+  using Keys = WholeTiles<Element, kBlockN, kDim, kThreads>;
+  using Values = WholeTiles<Element, kBlockN, kDimV, kThreads>;
+  const Keys k_tiles(task.k, p.k.row, p.head_dim);
+  const Values v_tiles(task.v, p.v.row, p.head_dim_v);
+  BlockLine line;
+  if constexpr (kList)
+    line = block_line(p.mask.blocks, task.batch, task.head, task.begin / p.mask.block_q);
+  ListWalk walk(line);
+  const int ratio = kList ? p.mask.block_k / kBlockN : 1;
+  int n = kList ? walk.next(line.index, ratio, n_end, n_begin) : n_begin;
+  k_tiles.load(k_smem, max(n, n_end) * kBlockN, task.k_len);
   ptx::copy_async_commit();
-  v_tiles.load(v_smem, n * kBlockN, task.k_len);
+  v_tiles.load(v_smem, max(n, n_end) * kBlockN, task.k_len);
   ptx::copy_async_commit();
 
   const int warp_row = threadIdx.x / 32 * 16 * kRowBlocks;  // of the tile
-  if (threadIdx.x == 0) state.task = task;
+  if (threadIdx.x == 0) {
+    state.task = task;
+    if constexpr (kList) state.list = line.index, state.list_last = n_begin;
+  }
   if (threadIdx.x % 32 == 0)
     state.keys[threadIdx.x / 32] = task.keys_of(task.begin + warp_row, 16 * kRowBlocks);
   const auto window = [&]() -> WarpWindow<Element> {
@@ -266,14 +318,22 @@ __global__ void __launch_bounds__(Tile::kWarps * 32, blocks_per_sm<Tile>())
   const KeptQueries<Tile::kKept, kRowBlocks, kBlockM> kept(q_lane);
 
   bool first = true;  // V of the first tile comes after its K
-  for (int stage = 0; n >= n_end; --n, stage ^= 1) {
+  for (int stage = 0, next; n >= n_end; n = next, stage ^= 1) {
+    next = kList ? walk.next(state.list, ratio, n_end, state.list_last) : n - 1;
     if (!first) {
       ptx::copy_async_wait<0>();
       __syncthreads();
     }
-    if (n > n_end) {
-      k_tiles.load(k_smem + (stage ^ 1) * kKBytes, (n - 1) * kBlockN);
-      v_tiles.load(v_smem + (stage ^ 1) * kVBytes, (n - 1) * kBlockN);
+    if (next >= n_end) {
+      const uint32_t k_to = k_smem + (stage ^ 1) * kKBytes, v_to = v_smem + (stage ^ 1) * kVBytes;
+      if constexpr (kList) {
+        const int key = next * kBlockN, end = state.task.k_len;
+        Keys(state.task.k, p.k.row, p.head_dim).load(k_to, key, end);
+        Values(state.task.v, p.v.row, p.head_dim_v).load(v_to, key, end);
+      } else {
+        k_tiles.load(k_to, next * kBlockN);
+        v_tiles.load(v_to, next * kBlockN);
+      }
     }
     ptx::copy_async_commit();
     // Under causal half the warps see nothing of the last tile.

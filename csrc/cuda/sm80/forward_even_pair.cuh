@@ -11,12 +11,13 @@
 
 namespace flash_attn::sm80 {
 
-// In shared memory: this task and the next one, in turns; the number of the next.
+// In shared memory, in turns: a task, and the number of the one after it.
 template <class Element, class Tile>
 struct PairTasks {
   EvenTask<Element> task[2];
   WarpKeys keys[2][Tile::kWarps / 2];
-  unsigned next;
+  int n_end[2];  // EvenTask::tiles
+  unsigned next[2];
 };
 
 // Shared memory of a block of either kernel.
@@ -45,8 +46,7 @@ __global__ void __launch_bounds__(Tile::kWarps * 32, 1)
   const WarpPair pair;
   const int pair_row = 32 * pair.id, own = pair.half * kKeys;  // of the tile
   const PairOperands at = {q_smem + pair_row * 128 + row_lane(), k_smem + own * 128 + column_lane(),
-                           v_smem + pair.half * (kDimV / 64) * kBlockN * 128 + row_lane(), p_smem,
-                           reinterpret_cast<float*>(smem + (p_smem - q_smem) + pair_row * 128)};
+                           v_smem + pair.half * (kDimV / 64) * kBlockN * 128 + row_lane(), p_smem};
 
   const auto begin_task = [&](unsigned x, int turn) {
     const EvenTask<Element> task(p, grid, x);
@@ -55,19 +55,23 @@ __global__ void __launch_bounds__(Tile::kWarps * 32, 1)
     WholeTiles<Element, kBlockM, kDim, kThreads>(task.q, p.q.row, p.head_dim)
         .load(q_smem, task.begin, task.q_len);
     Keys(task.k, p.k.row, p.head_dim).load(k_smem, n * kBlockN, task.k_len);
-    if (threadIdx.x == 0) state.task[turn] = task;
-    if (threadIdx.x % 64 == 0)
+    const int thread = ptx::thread_index();
+    if (thread == 0) state.task[turn] = task, state.n_end[turn] = n_end;
+    if (thread % 64 == 0)
       state.keys[turn][pair.id] = task.keys_of(task.begin + pair_row, 16 * kRowBlocks);
+  };
+  const auto find_next = [&](int turn) {
+    if (ptx::thread_index() != 0) return;
+    state.next[turn] = gridDim.x + (grid.next == nullptr ? 0 : atomicAdd(grid.next, 1u));
   };
   begin_task(blockIdx.x, 0);
   ptx::copy_async_commit();
+  find_next(0);
   __syncthreads();
 
-  unsigned x = blockIdx.x;
-  for (int turn = 0; x < grid.tasks; turn ^= 1) {
+  int turn = 0;
+  do {
     const EvenTask<Element>& task = state.task[turn];
-    unsigned found = grid.tasks;
-    if (threadIdx.x == 0 && grid.next != nullptr) found = gridDim.x + atomicAdd(grid.next, 1u);
     int n, n_end;
     task.template tiles<kBlockN>(kBlockM, n, n_end);
     const auto window = [&]() -> WarpWindow<Element> {
@@ -75,7 +79,7 @@ __global__ void __launch_bounds__(Tile::kWarps * 32, 1)
     };
     float out[kRowBlocks][kDimV / 8][4] = {};
     Softmax<Element, kRowBlocks> softmax;
-    for (; n >= n_end; --n) {
+    for (; n >= state.n_end[turn]; --n) {
       ptx::copy_async_wait<0>();
       __syncthreads();
       Keys(task.v, p.v.row, p.head_dim_v).load(v_smem, n * kBlockN, task.k_len);
@@ -90,12 +94,11 @@ __global__ void __launch_bounds__(Tile::kWarps * 32, 1)
         for (int e = 0; e < kRowBlocks * kKeys / 2; ++e)
           s[e / 4 / (kKeys / 8)][e / 4 % (kKeys / 8)][e % 4] = -INFINITY;
       }
-      if (n == n_end && threadIdx.x == 0) state.next = found;
       __syncthreads();
-      if (n > n_end) {
+      if (n > state.n_end[turn]) {
         Keys(task.k, p.k.row, p.head_dim).load(k_smem, (n - 1) * kBlockN);
       } else {
-        x = state.next;
+        const unsigned x = state.next[turn];
         if (x < grid.tasks) begin_task(x, turn ^ 1);
       }
       ptx::copy_async_commit();
@@ -108,13 +111,15 @@ __global__ void __launch_bounds__(Tile::kWarps * 32, 1)
     __syncthreads();  // V's place takes out
     softmax.finish();
     float theirs[kRowBlocks][2];
-    pair.exchange(softmax.l, theirs, at.place);
+    pair.exchange(softmax.l, theirs, at.place(pair));
 #pragma unroll
     for (int b = 0; b < kRowBlocks; ++b)
       softmax.l[b][0] += theirs[b][0], softmax.l[b][1] += theirs[b][1];
     store_even<kBlockM>(p, grid, task, task.begin + pair_row, softmax, out, pair.half * kDimV,
                         v_smem + (pair.half * (kDimV / 64) * kBlockM + pair_row) * 128);
-  }
+    turn ^= 1;
+    find_next(turn);
+  } while (state.next[turn ^ 1] < grid.tasks);
 }
 
 // `counter`: one, of pairs alone.
@@ -126,8 +131,9 @@ cudaError_t launch_even(const AttnParams& p,
   fill_dense(p, grid);
   constexpr int kThreads = Tile::kWarps * 32, kBytes = forward_even_bytes<Element, Tile>();
   if constexpr (!Tile::kPairs) {
-    return launch_shared(forward_even_kernel<Element, Tile>, grid.tasks, kThreads, kBytes, stream,
-                         p, grid);
+    auto* kernel = forward_even_kernel<Element, Tile, false>;
+    if (p.mask.blocks.index != nullptr) kernel = forward_even_kernel<Element, Tile, true>;
+    return launch_shared(kernel, grid.tasks, kThreads, kBytes, stream, p, grid);
   } else {
     int device = 0, blocks = 1;
     cudaError_t error = cudaGetDevice(&device);

@@ -17,6 +17,7 @@
 #pragma once
 
 #include "cuda/ptx/barrier.cuh"
+#include "cuda/ptx/shared.cuh"
 #include "cuda/sm80/forward_block.cuh"
 #include "cuda/tile/operand.cuh"
 
@@ -35,20 +36,24 @@ struct WarpPair {
   template <int kRowBlocks>
   __device__ __forceinline__ void exchange(const float (&mine)[kRowBlocks][2],
                                            float (&theirs)[kRowBlocks][2],
-                                           float* place) const {
+                                           uint32_t place) const {
     constexpr int kRows = 16 * kRowBlocks;
 #pragma unroll
     for (int b = 0; b < kRowBlocks; ++b) {
 #pragma unroll
       for (int h = 0; h < 2; ++h)
-        if (threadIdx.x % 4 == 0) place[half * kRows + 16 * b + fragment_row(2 * h)] = mine[b][h];
+        if (threadIdx.x % 4 == 0) {
+          ptx::store_shared_4(place + 4 * (half * kRows + 16 * b + fragment_row(2 * h)),
+                              __float_as_uint(mine[b][h]));
+        }
     }
     sync();
 #pragma unroll
     for (int b = 0; b < kRowBlocks; ++b) {
 #pragma unroll
       for (int h = 0; h < 2; ++h)
-        theirs[b][h] = place[(half ^ 1) * kRows + 16 * b + fragment_row(2 * h)];
+        theirs[b][h] =
+            ptx::load_shared_4(place + 4 * ((half ^ 1) * kRows + 16 * b + fragment_row(2 * h)));
     }
   }
 };
@@ -60,7 +65,7 @@ __device__ __forceinline__ void pair_raise(Softmax<Element, kRowBlocks>& softmax
                                            float (&out)[kRowBlocks][kOutColumns][4],
                                            const ScoreScale& scale,
                                            const WarpPair& pair,
-                                           float* place) {
+                                           uint32_t place) {
   float most[kRowBlocks][2], theirs[kRowBlocks][2];
   if (!pair.any(softmax.passes(s, most, scale))) return;
   softmax.reduce(most, scale);
@@ -78,7 +83,11 @@ __device__ __forceinline__ void pair_raise(Softmax<Element, kRowBlocks>& softmax
 struct PairOperands {
   uint32_t q, k, v;  // lanes in the pair's rows of Q, the own half of the keys and of V's columns
   uint32_t p;        // P's tile
-  float* place;      // WarpPair::exchange
+
+  // WarpPair::exchange: the pair's rows of it.
+  __device__ __forceinline__ uint32_t place(const WarpPair& pair) const {
+    return p + 32 * pair.id * 128;
+  }
 };
 
 // 4 and 5 for a tile whose V has arrived. `sees_own`, `sees_other`: whether the pair's rows see
@@ -95,7 +104,7 @@ __device__ __forceinline__ void pair_add(float (&out)[kRowBlocks][Tile::kHeadDim
   constexpr int kBlockM = Tile::kBlockM, kBlockN = Tile::kBlockN;
   constexpr int kKeys = kBlockN / 2, kDimV = Tile::kHeadDimV / 2;
   const int pair_row = 32 * pair.id, own = pair.half * kKeys, other = kKeys - own;
-  pair_raise(softmax, s, out, scale, pair, at.place);
+  pair_raise(softmax, s, out, scale, pair, at.place(pair));
   softmax.prepare(s, scale);
   const auto own_weights = [&](uint32_t(&a)[kRowBlocks][4], int step) {
     softmax.weigh(s, scale, 2 * step, 2);
@@ -152,8 +161,7 @@ __global__ void __launch_bounds__(Tile::kWarps * 32, 1)
   const int pair_row = 32 * pair.id;  // of the tile
   const int own = pair.half * kKeys;
   const PairOperands at = {q_smem + pair_row * 128 + row_lane(), k_smem + own * 128 + column_lane(),
-                           v_smem + pair.half * (kDimV / 64) * kBlockN * 128 + row_lane(), p_smem,
-                           reinterpret_cast<float*>(smem + (p_smem - q_smem) + pair_row * 128)};
+                           v_smem + pair.half * (kDimV / 64) * kBlockN * 128 + row_lane(), p_smem};
   float out[kRowBlocks][kDimV / 8][4] = {};
   Softmax<Element, kRowBlocks> softmax;
 
@@ -189,7 +197,7 @@ __global__ void __launch_bounds__(Tile::kWarps * 32, 1)
   __syncthreads();
   softmax.finish();
   float theirs[kRowBlocks][2];
-  pair.exchange(softmax.l, theirs, at.place);
+  pair.exchange(softmax.l, theirs, at.place(pair));
 #pragma unroll
   for (int b = 0; b < kRowBlocks; ++b)
     softmax.l[b][0] += theirs[b][0], softmax.l[b][1] += theirs[b][1];

@@ -39,7 +39,6 @@ struct Softmax {
   static constexpr float kHuge = 8192;  // base is rounded by up to 2^-11 there
 
   float m[kRowBlocks][2], l[kRowBlocks][2];
-  bool huge = false;  // of some row of the warp
 
   __device__ Softmax() {
 #pragma unroll
@@ -117,20 +116,11 @@ struct Softmax {
                                         float (&out)[kRowBlocks][kOutColumns][4],
                                         const ScoreScale& scale) {
     const float c = scale.c;
-    bool far = false;
 #pragma unroll
     for (int b = 0; b < kRowBlocks; ++b) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         most[b][h] = fmaxf(m[b][h], most[b][h]);
-        far |= is_far(most[b][h], c);
-      }
-    }
-    if constexpr (!kExact) huge = huge || __any_sync(0xffffffffu, far);
-#pragma unroll
-    for (int b = 0; b < kRowBlocks; ++b) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
         const float down = is_far(most[b][h], c) ? (m[b][h] - most[b][h]) * c
                                                  : __fmul_rn(m[b][h], c) - __fmul_rn(most[b][h], c);
         const float alpha = m[b][h] == most[b][h] ? 1.0f : ptx::exp2_approx(down);
@@ -147,7 +137,13 @@ struct Softmax {
   template <int kColumns>
   __device__ __forceinline__ void prepare(float (&s)[kRowBlocks][kColumns][4],
                                           const ScoreScale& scale) const {
-    if (kExact || __builtin_expect(huge, 0)) subtract(s, scale.c);
+    bool far = kExact;
+#pragma unroll
+    for (int b = 0; b < kRowBlocks; ++b) {
+      far |= fabsf(__fmul_rn(m[b][0], scale.c)) > kHuge;  // or no key has been seen
+      far |= fabsf(__fmul_rn(m[b][1], scale.c)) > kHuge;
+    }
+    if (__builtin_expect(far, kExact)) subtract(s, scale.c);
   }
 
   // scores -> probabilities in place, added up in l: `count` columns of 8 from `first` on.
