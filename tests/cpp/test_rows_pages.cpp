@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Packed rows: a bijection with ascending positions. Pages: every slot to its row, by hand
-// arithmetic, with missing and wrong pages and offsets past 2^32.
+// arithmetic, with missing and wrong pages and offsets past 2^32. Divisors: the quotient.
+#include <random>
 #include <vector>
 
 #include "check.h"
+#include "core/divisor.h"
 #include "core/pages.h"
 #include "core/rows.h"
 
@@ -83,9 +85,24 @@ void test_large_offsets() {
   CHECK_EQ(contiguous_end(p, 5, 1000), 1000);
 }
 
+void test_divisor() {
+  constexpr unsigned kEnd = 0x7fffffffu;
+  std::mt19937 random(5);
+  for (int repeat = 0; repeat < 2000; ++repeat) {
+    const int d = repeat < 1000 ? repeat + 1 : static_cast<int>(random() >> (2 + repeat % 29)) + 1;
+    const Divisor by(d);
+    const unsigned u = static_cast<unsigned>(d), last = kEnd / u * u;
+    for (const unsigned x :
+         {0u, u - 1, u, last - 1, last, kEnd, static_cast<unsigned>(random() >> 1)})
+      CHECK_EQ(by(x), x / u, x, d);
+  }
+  CHECK_EQ(Divisor()(kEnd), kEnd);
+}
+
 }  // namespace
 
 void test_rows_pages() {
+  test_divisor();
   test_packed_rows();
   test_page_rows();
   test_large_offsets();

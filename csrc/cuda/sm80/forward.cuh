@@ -12,6 +12,8 @@
 //   6 sink, out / l and lse; or a partial result
 //   7 only if the keys are split: support/combine.cuh merges
 //
+// Most problems never come here: forward_even.cuh takes them.
+//
 // Shared memory: Q (kBlockM, head_dim) | K, two stages (kBlockN, head_dim) | V, two (kBlockN,
 // head_dim_v) | ForwardState. Q's place takes out at the end.
 #pragma once
