@@ -24,6 +24,27 @@ __device__ __forceinline__ void copy_async_16(uint32_t smem, const void* source,
 #endif
 }
 
+// The same of all 16 bytes, or of none (zero then) when not `live`; nothing when not `wanted`. Both
+// are predicates of the instruction: no branch parts what stands around it.
+__device__ __forceinline__ void copy_async_16_if(bool wanted,
+                                                 uint32_t smem,
+                                                 const void* source,
+                                                 bool live) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile(
+      "{\n"
+      ".reg .pred wanted, ignored;\n"
+      "setp.ne.s32 wanted, %0, 0;\n"
+      "setp.eq.s32 ignored, %3, 0;\n"
+      "@wanted cp.async.cg.shared.global [%1], [%2], 16, ignored;\n"
+      "}" ::"r"(static_cast<int>(wanted)),
+      "r"(smem), "l"(source), "r"(static_cast<int>(live))
+      : "memory");
+#else
+  if (wanted) copy_async_16(smem, source, live ? 16 : 0);
+#endif
+}
+
 // cp.async.commit_group: what this thread has issued since the last one is a group.
 __device__ __forceinline__ void copy_async_commit() {
 #if __CUDA_ARCH__ >= 800

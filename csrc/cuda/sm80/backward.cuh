@@ -46,11 +46,12 @@ struct BackwardWorkspace {
   // `slots`: of tiles that own queries.
   BackwardWorkspace(
       const AttnParams& p, const BackwardSteps& steps, int64_t slots, int num_splits, void* base) {
-    const int64_t keys = num_splits > 1 ? num_splits * key_rows(p) : 0;
+    const int64_t keys = num_splits > 1 ? key_rows(p) : 0;
+    const int dim = round_up(p.head_dim, 16), dim_v = round_up(p.head_dim_v, 16);
     take(findings, 1, base);
-    take(dq_accum, steps.adds_dq ? lse_rows(p) * round_up(p.head_dim, 16) : 0, base);
-    take(dk_partial, keys * round_up(p.head_dim, 16), base);
-    take(dv_partial, keys * round_up(p.head_dim_v, 16), base);
+    take(dq_accum, steps.adds_dq ? accumulator_size(lse_rows(p), dim) : 0, base);
+    take(dk_partial, num_splits * accumulator_size(keys, dim), base);
+    take(dv_partial, num_splits * accumulator_size(keys, dim_v), base);
     zero_bytes = bytes;
     take(rows, lse_rows(p), base);
     take(slopes, p.grad.dslopes != nullptr ? slots * p.heads_q : 0, base);

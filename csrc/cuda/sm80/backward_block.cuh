@@ -51,8 +51,8 @@ struct BackwardBlock : BackwardStore<Element, Tile> {
   __device__ __forceinline__ int group_barrier(int sub) const {
     return 1 + key_warp * T::kSubBarriers + sub % T::kSubBarriers;
   }
-  __device__ __forceinline__ int role_barrier() const {
-    return 1 + T::kKeyWarps * T::kSubBarriers + key_warp;
+  __device__ __forceinline__ int role_barrier(int role) const {
+    return 1 + T::kKeyWarps * (T::kSubBarriers + role) + key_warp;
   }
 
   __device__ __forceinline__ int first_query(int sub) const {
@@ -133,7 +133,7 @@ struct BackwardBlock : BackwardStore<Element, Tile> {
       zero(s);
       if (kScore == Score::kGeneral && bias_first(tile))
         add_bias(s, tile, static_cast<float>(1 / p.softmax_scale));
-      const Pieces<0> next = this->template next_rows<0>(t, sub * kEach);
+      Pieces<0> next = this->template next_rows<0>(t, sub * kEach);
       add_scores<T::kHeadDim>(s, smem, smem + T::kQ + stage * T::kQBytes, first_query(sub),
                               [&](int k) {
                                 if (T::kStages == 2 && k < kEach) next.issue(k);
@@ -159,10 +159,13 @@ struct BackwardBlock : BackwardStore<Element, Tile> {
       Operands a;
       send(a, s, t, first_query(sub));
       // Role 0 may be ahead of role 1 by as many substeps as there are barriers, no more.
-      if (T::kShareProbabilities || (T::kSubSteps > 2 && sub % 2 == 1)) {
+      if (T::kSubSteps > 2 && sub % 2 == 1) {
         ptx::barrier_sync(group_barrier(sub), kGroupThreads);
       } else {
         ptx::barrier_arrive(group_barrier(sub), kGroupThreads);
+      }
+      if constexpr (T::kShareProbabilities) {
+        ptx::barrier_sync(role_barrier(0), kGroupThreads / 2);
       }
       if (sub + 1 == T::kSubSteps) this->template finish_next<0>(t);
       if (p.grad.dv.ptr != nullptr) {
@@ -266,7 +269,7 @@ struct BackwardBlock : BackwardStore<Element, Tile> {
     for (int sub = 0; sub < T::kSubSteps; ++sub) {
       Scores dp;
       zero(dp);
-      const Pieces<1> next = this->template next_rows<1>(t, sub * kEach);
+      Pieces<1> next = this->template next_rows<1>(t, sub * kEach);
       add_scores<T::kHeadDimV>(dp, smem + T::kKBytes, smem + T::kDout + stage * T::kDoutBytes,
                                first_query(sub), [&](int k) {
                                  if (T::kStages == 2 && k < kEach) next.issue(k);
@@ -277,7 +280,7 @@ struct BackwardBlock : BackwardStore<Element, Tile> {
       make_score_gradient(a, sent, dp, t, first_query(sub));
       store_operands(own_rows(ds_tile(t), first_query(sub)), a);
       if constexpr (T::kShareProbabilities) {
-        ptx::barrier_sync(role_barrier(), kGroupThreads / 2);
+        ptx::barrier_sync(role_barrier(1), kGroupThreads / 2);
       }
       if (p.grad.dk.ptr != nullptr) {
         accumulate(dk, a, ds_tile(t), smem + T::kQ + stage * T::kQBytes, sub);
@@ -359,19 +362,35 @@ struct BackwardBlock : BackwardStore<Element, Tile> {
       }
     }
     const int live = step.end - step.begin - row;
-    float* to = grid.dq_accum + (step.line + row) * grid.dq_columns + column * 16 + lane % 4 * 4;
+    float* to = grid.dq_accum + accumulator_offset(step.line + row, column * 16, grid.dq_columns) +
+                lane % 4 * 4;
+    if (step.end - step.begin == T::kBlockM && grid.dq_columns == T::kHeadDim) {
+      add_queries(to, dq, [](int, int) { return true; });
+    } else {
+      add_queries(to, dq, [&](int r, int n) {
+        return 8 * r < live && (column + n * kColumnWarps) * 16 < grid.dq_columns;
+      });
+    }
+  }
+
+  // What query_pass made to the accumulator, where inside(row / 8, column / 16 / kDqColumnWarps).
+  template <class Inside>
+  __device__ __forceinline__ void add_queries(
+      float* to,
+      const float (&dq)[T::kDqRows / 16][2 * T::kDqPairs][4],
+      const Inside& inside) const {
 #pragma unroll
-    for (int n = 0; n < kPairs; ++n) {
-      if ((column + n * kColumnWarps) * 16 >= grid.dq_columns) break;
+    for (int r = 0; r < T::kDqRows / 8; ++r) {
+      const int half = r % 2 * 2;
 #pragma unroll
-      for (int r = 0; r < kRows / 8; ++r) {
+      for (int n = 0; n < T::kDqPairs; ++n) {
         const float(&left)[4] = dq[r / 2][2 * n], (&right)[4] = dq[r / 2][2 * n + 1];
-        const int half = r % 2 * 2;
-        if (8 * r < live) {
-          ptx::add_global_4(to + 8 * r * grid.dq_columns + n * kColumnWarps * 16, left[half],
+        if (inside(r, n)) {
+          ptx::add_global_4(to + n * T::kDqColumnWarps * 16 * kAccumulatorLines, left[half],
                             left[half + 1], right[half], right[half + 1]);
         }
       }
+      to += 8 * grid.dq_columns;
     }
   }
 

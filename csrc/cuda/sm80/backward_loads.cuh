@@ -34,7 +34,7 @@ struct BackwardLoads {
   }
 
   __device__ __forceinline__ void advance(int to) const {
-    state.template advance<T>(p, grid, to % 4);
+    state.template advance<T>(p, grid, state.steps[to % 4]);
   }
 
   __device__ __forceinline__ void barrier_all() const { ptx::barrier_sync(0, T::kThreads); }
@@ -116,7 +116,7 @@ struct BackwardLoads {
   template <int kRole>
   __device__ __forceinline__ void load_next(int t) {
     if constexpr (T::kStages == 1) return;
-    const Pieces<kRole> next = next_rows<kRole>(t, 0);
+    Pieces<kRole> next = next_rows<kRole>(t, 0);
 #pragma unroll
     for (int piece = 0; piece < Pieces<kRole>::kPieces; ++piece)
       next.issue(piece);

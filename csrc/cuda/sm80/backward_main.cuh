@@ -3,7 +3,6 @@
 // where they were made in slices (support/backward_finish.cuh).
 #pragma once
 
-#include <new>
 #include <type_traits>
 
 #include "core/slots.h"
@@ -19,8 +18,8 @@ __device__ __forceinline__ TileSlot key_slot(const AttnParams& p,
                                              const BackwardGrid& grid,
                                              uint32_t slot) {
   if (p.seq_k.cu_seqlens == nullptr) {
-    const uint32_t tiles = grid.slots / static_cast<uint32_t>(p.batch);
-    return {static_cast<int>(slot / tiles), static_cast<int>(slot % tiles)};
+    const uint32_t tiles = grid.sequence_slots, batch = slot / tiles;
+    return {static_cast<int>(batch), static_cast<int>(slot - batch * tiles)};
   }
   return find_slot(p.seq_k, p.batch, p.seqlen_k, 1, grid.block_n, slot);
 }
@@ -30,23 +29,30 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     backward_kernel(const __grid_constant__ AttnParams p,
                     const __grid_constant__ BackwardGrid grid) {
   extern __shared__ __align__(1024) uint8_t smem[];
-  const uint32_t split = blockIdx.x % grid.splits, block_index = blockIdx.x / grid.splits;
-  const TileSlot slot = key_slot(p, grid, block_index % grid.slots);
-  const int head_k = static_cast<int>(block_index / grid.slots);
+  const uint32_t splits = grid.splits;
+  const uint32_t block_index = splits == 1 ? blockIdx.x : blockIdx.x / splits;
+  const uint32_t split = blockIdx.x - block_index * splits;
+  const uint32_t head_k = block_index / grid.slots;
+  const TileSlot slot = key_slot(p, grid, block_index - head_k * grid.slots);
   const SeqInfo seq(p, slot.batch);
   const int64_t begin = int64_t{slot.tile} * grid.block_n;
   if (begin < 0 || begin >= seq.k_len) return;
-  const int key = static_cast<int>(begin);
+  const int key = static_cast<int>(begin), head = static_cast<int>(head_k);
   using State = BackwardState<Element>;
   static_assert(sizeof(State) <= Tile::kStateBytes);
   State& state = *reinterpret_cast<State*>(smem + Tile::kState);
   BackwardBlock<Element, Tile> block(p, grid, state, smem_address(smem));
-  block.load_keys(seq, head_k, key);
-  if (threadIdx.x == 0) {
-    new (&state) State(p, grid, seq, slot.batch, head_k, key, static_cast<int>(split));
-    block.advance(0);
-    block.advance(1);
+  if (threadIdx.x == 0) {  // while the other warps ask for the keys
+    // In registers first: nothing waits for shared memory then. One copy of the code.
+    const BackwardFindings found = *grid.findings;
+    State first(p, grid, seq, slot.batch, head, key, static_cast<int>(split));
+#pragma unroll 1
+    for (int to = 0; to < 2; ++to)
+      first.template advance<Tile>(p, grid, state.steps[to]);
+    state.take(first, found);
   }
+  __syncwarp();
+  block.load_keys(seq, head, key);
   block.barrier_all();
   if (block.warp < Tile::kRoleWarps) {
     block.template run<0>();
@@ -88,6 +94,7 @@ cudaError_t launch_main_kernel(const AttnParams& p,
   grid.dq_accum = work.dq_accum;
   grid.dq_columns = round_up(p.head_dim, 16);
   grid.slots = static_cast<uint32_t>(slots);
+  grid.sequence_slots = grid.slots / static_cast<uint32_t>(max_of(p.batch, 1));
   grid.block_m = plan.block_m;
   grid.block_n = plan.block_n;
   grid.findings = work.findings;

@@ -16,6 +16,7 @@ struct BackwardGrid {
   float* dq_accum;  // (rows of lse, dq_columns), zero before; null when dq is not wanted here
   int dq_columns;   // head_dim, rounded up to 16
   uint32_t slots;   // of the key side (core/slots.h)
+  uint32_t sequence_slots;  // of a sequence that is not packed
   int block_m, block_n;
   // What the prepare kernel found (support/backward_prepare.cuh), and what stands for lse if it
   // found a huge one: {m, 1 / l}, in the layout of lse; m is +inf where a row saw nothing.
@@ -70,22 +71,34 @@ struct BackwardState {
         key_begin(key),
         key_end(min(key + grid.block_n, s.k_len)),
         split(split_),
-        tile_split(split_ % grid.tile_splits),
+        tile_split(grid.splits == 1 ? 0 : split_ % grid.tile_splits),
         q_whole(copies_whole_chunks<Element>(p.q, p.head_dim)),
         dout_whole(copies_whole_chunks<Element>(p.grad.dout, p.head_dim_v)),
-        huge(grid.findings->huge_lse != 0),
-        poison(grid.findings->empty_row_poisoned != 0),
-        head(first_head(p, grid, head_, split_ / grid.tile_splits)),
-        head_end(first_head(p, grid, head_, split_ / grid.tile_splits + 1)),
+        head(first_head(p, grid, head_, split_, 0)),
+        head_end(first_head(p, grid, head_, split_, 1)),
         tiles(begin_head(p, grid)) {}
 
-  // Of a slice of the heads that read a key head.
-  __device__ __forceinline__ static int first_head(const AttnParams& p,
-                                                   const BackwardGrid& grid,
-                                                   int head_k,
-                                                   int slice) {
-    const int slices = grid.splits / grid.tile_splits;
-    return head_k * p.group_size() + static_cast<int>(int64_t{slice} * p.group_size() / slices);
+  // Everything but the steps, and what was found.
+  __device__ __forceinline__ void take(const BackwardState& from, const BackwardFindings& found) {
+    seq = from.seq;
+    mask = from.mask;
+    batch = from.batch, head_k = from.head_k;
+    key_begin = from.key_begin, key_end = from.key_end;
+    split = from.split, tile_split = from.tile_split;
+    q_whole = from.q_whole, dout_whole = from.dout_whole;
+    huge = found.huge_lse != 0, poison = found.empty_row_poisoned != 0;
+    head = from.head, head_end = from.head_end;
+    q = from.q, dout = from.dout, line = from.line;
+    tiles = from.tiles;
+  }
+
+  // Of the slice of the heads that read a key head, or of the slice after it.
+  __device__ __forceinline__ static int first_head(
+      const AttnParams& p, const BackwardGrid& grid, int head_k, int split, int after) {
+    const int group = p.group_size();
+    if (grid.splits == 1) return (head_k + after) * group;
+    const int slices = grid.splits / grid.tile_splits, slice = split / grid.tile_splits + after;
+    return head_k * group + static_cast<int>(int64_t{slice} * group / slices);
   }
 
   __device__ __forceinline__ QTiles begin_head(const AttnParams& p, const BackwardGrid& grid) {
@@ -96,14 +109,15 @@ struct BackwardState {
                   grid.tile_splits);
   }
 
-  // Into steps[to].
   template <class Tile>
-  __device__ __forceinline__ void advance(const AttnParams& p, const BackwardGrid& grid, int to) {
+  __device__ __forceinline__ void advance(const AttnParams& p,
+                                          const BackwardGrid& grid,
+                                          QueryStep& to) {
     QTile t;
     while (!tiles.next(t)) {
       if (++head >= head_end) {
         head = head_end;
-        steps[to].head = -1;
+        to.head = -1;
         return;
       }
       tiles = begin_head(p, grid);
@@ -113,15 +127,15 @@ struct BackwardState {
         t.full && end - begin == Tile::kBlockM && key_end - key_begin == Tile::kBlockN;
     const int first_key = max(begin + mask.low, key_begin) - key_begin;
     const int last_key = min(end - 1 + mask.high, key_end) - 1 - key_begin;
-    steps[to] = {head,
-                 begin,
-                 end,
-                 full ? QueryStep::kFull : t.bits,
-                 first_key / Tile::kWarpKeys,
-                 last_key / Tile::kWarpKeys + 1,
-                 q + begin * p.q.row,
-                 dout + begin * p.grad.dout.row,
-                 line + begin};
+    to = {head,
+          begin,
+          end,
+          full ? QueryStep::kFull : t.bits,
+          first_key / Tile::kWarpKeys,
+          last_key / Tile::kWarpKeys + 1,
+          q + begin * p.q.row,
+          dout + begin * p.grad.dout.row,
+          line + begin};
   }
 };
 

@@ -67,15 +67,16 @@ struct BackwardStore : BackwardLoads<Element, Tile> {
       for (int half = 0; half < 2; ++half) {
         const int key = state.key_begin + key_warp * T::kWarpKeys + 16 * r + 8 * half + lane / 4;
         if (key >= state.key_end) continue;
-        const int64_t row = state.split * key_rows(p) + key_row(p, state.seq, state.head_k, key);
-        float* to = partial + row * columns + lane % 4 * 4;
+        const int64_t line = key_row(p, state.seq, state.head_k, key);
+        float* to = partial + state.split * accumulator_size(key_rows(p), columns) +
+                    accumulator_offset(line, 0, columns) + lane % 4 * 4;
 #pragma unroll
         for (int n = 0; n < kColumnBlocks / 2; ++n) {
           const int column = (n * T::kDimWarps + dim_warp) * 16;
           const float(&left)[4] = acc[r][2 * n], (&right)[4] = acc[r][2 * n + 1];
           if (column < columns) {
-            *reinterpret_cast<float4*>(to + column) = {left[2 * half], left[2 * half + 1],
-                                                       right[2 * half], right[2 * half + 1]};
+            *reinterpret_cast<float4*>(to + column * kAccumulatorLines) = {
+                left[2 * half], left[2 * half + 1], right[2 * half], right[2 * half + 1]};
           }
         }
       }

@@ -53,7 +53,7 @@ struct BackwardTile : Numbers {
 
   static_assert(N::kBlockM <= 64 && N::kBlockN % N::kWarpKeys == 0 && kThreads >= 2 * N::kBlockM);
   static_assert(kDqPairs * kDqPasses * kDqColumnWarps * 16 == N::kHeadDim);
-  static_assert(1 + kKeyWarps * (kSubBarriers + (kShareProbabilities ? 1 : 0)) <= 16,
+  static_assert(1 + kKeyWarps * (kSubBarriers + (kShareProbabilities ? 2 : 0)) <= 16,
                 "a block has 16 barriers");
 };
 

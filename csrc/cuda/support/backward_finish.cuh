@@ -3,8 +3,9 @@
 // added up in a fixed order.
 //
 // An accumulator has a line of `columns` (a multiple of 16) for every element of lse (dq), or for
-// every (batch, key head, key), packed (key head, key). Each 16 columns lie as the mma registers of
-// four threads had them: floats 4t … 4t + 3 are columns 2t, 2t + 1, 8 + 2t, 9 + 2t.
+// every (batch, key head, key), packed (key head, key). Eight lines and 16 columns are 128 floats
+// in a row, as the mma registers of a warp had them (accumulator_offset): of a line, floats 4t … 4t
+// + 3 are columns 2t, 2t + 1, 8 + 2t, 9 + 2t.
 #pragma once
 
 #include "core/params.h"
@@ -16,6 +17,18 @@
 namespace flash_attn {
 
 constexpr int kFinishThreads = 256;
+constexpr int kFinishLoads = 4;       // of a thread
+constexpr int kAccumulatorLines = 8;  // that lie together
+
+// Where the 16 floats of a line and of the columns from `column` on, a multiple of 16, begin.
+FA_HD int64_t accumulator_offset(int64_t line, int column, int columns) {
+  return (line / kAccumulatorLines * columns + column) * kAccumulatorLines +
+         line % kAccumulatorLines * 16;
+}
+// Floats of an accumulator.
+FA_HD int64_t accumulator_size(int64_t lines, int columns) {
+  return round_up(lines, int64_t{kAccumulatorLines}) * columns;
+}
 
 // Rows of an accumulator of dk or dv, and the row of a key.
 FA_HD int64_t key_rows(const AttnParams& p) {
@@ -36,45 +49,69 @@ struct FinishTarget {
   float scale;
 };
 
-// A thread takes four floats of a line, and gives away what makes its neighbours' four columns.
+// Lines of an accumulator that a block takes.
+FA_HD int finish_lines(int columns) {
+  return max_of(1, kFinishThreads * kFinishLoads / 2 / columns) * kAccumulatorLines;
+}
+
+// A thread takes four floats of a line at a time, and gives away what makes its neighbours' four
+// columns.
 template <class Element>
 __global__ void __launch_bounds__(kFinishThreads) backward_finish_kernel(
     const __grid_constant__ FinishTarget target, const float* accum, int columns, int splits) {
-  const int64_t at = (int64_t{blockIdx.x} * kFinishThreads + threadIdx.x) * 4;
-  const int64_t all = target.planes * target.rows * columns;
-  float4 x = {};
-  if (at < all) {
-    x = *reinterpret_cast<const float4*>(accum + at);
-    for (int s = 1; s < splits; ++s) {
-      const float4 y = *reinterpret_cast<const float4*>(accum + s * all + at);
-      x = {x.x + y.x, x.y + y.y, x.z + y.z, x.w + y.w};
-    }
-  }
-  const uint32_t low = pack_pair(Element(), x.x * target.scale, x.y * target.scale);
-  const uint32_t high = pack_pair(Element(), x.z * target.scale, x.w * target.scale);
+  const int64_t lines = target.planes * target.rows, all = accumulator_size(lines, columns);
+  const int block_lines = finish_lines(columns), floats = block_lines * columns;
+  const int64_t first_line = int64_t{blockIdx.x} * block_lines;
+  const int64_t first_plane = quotient(first_line, static_cast<int>(target.rows));
+  const int64_t first_row = first_line - first_plane * target.rows;
+  accum += first_line * columns;
   const int lane = threadIdx.x % 32, t = lane % 4, from = lane - t + t % 2 * 2;
-  const uint32_t low0 = __shfl_sync(0xffffffffu, low, from);
-  const uint32_t low1 = __shfl_sync(0xffffffffu, low, from + 1);
-  const uint32_t high0 = __shfl_sync(0xffffffffu, high, from);
-  const uint32_t high1 = __shfl_sync(0xffffffffu, high, from + 1);
-  const uint2 pairs = t < 2 ? uint2{low0, low1} : uint2{high0, high1};
-
-  const int64_t line = at / columns;
-  const int column = static_cast<int>(at - line * columns) / 16 * 16 + t * 4;
-  if (at >= all || column >= target.dim) return;
-  const int64_t row = line % target.rows, plane = line / target.rows;
-  Element* to = static_cast<Element*>(target.to.ptr) + row * target.to.row +
-                plane % target.heads * target.to.head + plane / target.heads * target.to.batch +
-                column;
-  if (copies_whole_chunks<Element>(target.to) && column + 4 <= target.dim) {
-    *reinterpret_cast<uint2*>(to) = pairs;
-    return;
-  }
-  const uint32_t word[2] = {pairs.x, pairs.y};
+  const bool whole = copies_whole_chunks<Element>(target.to);
+  for (int begin = threadIdx.x * 4; begin < floats; begin += kFinishLoads * kFinishThreads * 4) {
+    float4 x[kFinishLoads] = {};
 #pragma unroll
-  for (int e = 0; e < 4; ++e) {
-    const uint16_t bits = static_cast<uint16_t>(word[e / 2] >> (e % 2 * 16));
-    if (column + e < target.dim) reinterpret_cast<uint16_t*>(to)[e] = bits;
+    for (int k = 0; k < kFinishLoads; ++k) {
+      const int at = begin + k * kFinishThreads * 4;
+      if (at >= floats || first_line * columns + at >= all) continue;
+      x[k] = *reinterpret_cast<const float4*>(accum + at);
+      for (int s = 1; s < splits; ++s) {
+        const float4 y = *reinterpret_cast<const float4*>(accum + s * all + at);
+        x[k] = {x[k].x + y.x, x[k].y + y.y, x[k].z + y.z, x[k].w + y.w};
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kFinishLoads; ++k) {
+      const uint32_t low = pack_pair(Element(), x[k].x * target.scale, x[k].y * target.scale);
+      const uint32_t high = pack_pair(Element(), x[k].z * target.scale, x[k].w * target.scale);
+      const uint32_t low0 = __shfl_sync(0xffffffffu, low, from);
+      const uint32_t low1 = __shfl_sync(0xffffffffu, low, from + 1);
+      const uint32_t high0 = __shfl_sync(0xffffffffu, high, from);
+      const uint32_t high1 = __shfl_sync(0xffffffffu, high, from + 1);
+      const uint2 pairs = t < 2 ? uint2{low0, low1} : uint2{high0, high1};
+
+      const int at = begin + k * kFinishThreads * 4;
+      const int chunk = at / (kAccumulatorLines * 16), across = columns / 16;
+      const int group = chunk / across, column = (chunk - group * across) * 16 + t * 4;
+      const int line = group * kAccumulatorLines + at / 16 % kAccumulatorLines;
+      if (at >= floats || first_line + line >= lines || column >= target.dim) continue;
+      int64_t row = first_row + line, plane = first_plane;
+      for (; row >= target.rows; row -= target.rows)
+        ++plane;
+      const int batch = static_cast<int>(plane) / target.heads;
+      const int head = static_cast<int>(plane) - batch * target.heads;
+      Element* to = static_cast<Element*>(target.to.ptr) + row * target.to.row +
+                    head * target.to.head + batch * target.to.batch + column;
+      if (whole && column + 4 <= target.dim) {
+        *reinterpret_cast<uint2*>(to) = pairs;
+        continue;
+      }
+      const uint32_t word[2] = {pairs.x, pairs.y};
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const uint16_t bits = static_cast<uint16_t>(word[e / 2] >> (e % 2 * 16));
+        if (column + e < target.dim) reinterpret_cast<uint16_t*>(to)[e] = bits;
+      }
+    }
   }
 }
 
@@ -84,8 +121,7 @@ cudaError_t launch_finish(const FinishTarget& target,
                           int splits,
                           cudaStream_t stream) {
   const int columns = round_up(target.dim, 16);
-  const int64_t blocks =
-      ceil_div(target.planes * target.rows * columns, int64_t{4} * kFinishThreads);
+  const int64_t blocks = ceil_div(target.planes * target.rows, int64_t{finish_lines(columns)});
   if (blocks == 0) return cudaSuccess;
   return launch(backward_finish_kernel<Element>, blocks, kFinishThreads, stream, target, accum,
                 columns, splits);

@@ -71,6 +71,20 @@ __global__ void __launch_bounds__(kDeltaThreads)
   const Element* dout_ptr =
       static_cast<const Element*>(dout.ptr) + batch * dout.batch + head * dout.head;
 
+  // On their way with the rows.
+  const int64_t plane = (int64_t(batch) * params.heads_q + head) * rows;
+  const float* lse = static_cast<const float*>(params.lse);
+  const float* dlse = static_cast<const float*>(params.grad.dlse);
+  float row_lse[kDeltaRowsPerLane] = {}, less[kDeltaRowsPerLane] = {};
+  if (findings != nullptr) {
+#pragma unroll
+    for (int r = 0; r < kDeltaRowsPerLane; ++r) {
+      const int64_t row = min_of(first + r * groups, rows - 1);
+      row_lse[r] = lse[plane + row];
+      if (dlse != nullptr) less[r] = dlse[plane + row];
+    }
+  }
+
   float sum[kDeltaRowsPerLane] = {};
   for (int d = lane * kVec; d < params.head_dim_v; d += lanes * kVec) {
     Packet<Element, kVec> a[kDeltaRowsPerLane], b[kDeltaRowsPerLane];
@@ -89,10 +103,7 @@ __global__ void __launch_bounds__(kDeltaThreads)
     }
   }
 
-  const int64_t plane = (int64_t(batch) * params.heads_q + head) * rows;
   float* delta = static_cast<float*>(params.grad.delta) + plane;
-  const float* lse = static_cast<const float*>(params.lse);
-  const float* dlse = static_cast<const float*>(params.grad.dlse);
 #pragma unroll
   for (int r = 0; r < kDeltaRowsPerLane; ++r) {
     for (int mask = lanes / 2; mask > 0; mask /= 2) {
@@ -101,13 +112,12 @@ __global__ void __launch_bounds__(kDeltaThreads)
     const int64_t row = first + r * groups;
     if (lane != 0 || row >= rows) continue;
     if (findings != nullptr) {
-      const float row_lse = lse[plane + row];
-      if (row_lse == -INFINITY) {
+      if (row_lse[r] == -INFINITY) {
         if (!isfinite(sum[r])) findings->empty_row_poisoned = 1;
         sum[r] = 0;
       } else {
-        if (dlse != nullptr) sum[r] -= dlse[plane + row];
-        if (fabsf(row_lse) > kHugeLse) findings->huge_lse = 1;
+        sum[r] -= less[r];
+        if (fabsf(row_lse[r]) > kHugeLse) findings->huge_lse = 1;
       }
     }
     delta[row] = sum[r];

@@ -39,16 +39,13 @@ __device__ __forceinline__ void load_rows(
   const int chunk = thread % kPanelChunks, first = thread / kPanelChunks;
   const Element* from = source + first * stride + chunk * kChunk;
   const uint32_t to = smem + tile_offset<kRows>(first, chunk);
-  int bytes[kDim / kPanelColumns];
-#pragma unroll
-  for (int panel = 0; panel < kDim / kPanelColumns; ++panel)
-    bytes[panel] = panel * kPanelColumns + chunk * kChunk < dim ? 16 : 0;
 #pragma unroll
   for (int r = 0; r < kRows; r += kStep) {
 #pragma unroll
     for (int panel = 0; panel < kDim / kPanelColumns; ++panel) {
-      ptx::copy_async_16(to + panel * (kRows * 128) + r * 128, from + panel * kPanelColumns,
-                         first + r < live ? bytes[panel] : 0);
+      ptx::copy_async_16_if(true, to + panel * (kRows * 128) + r * 128,
+                            from + panel * kPanelColumns,
+                            first + r < live && panel * kPanelColumns < dim - chunk * kChunk);
     }
     from += kStep * stride;
   }
@@ -56,7 +53,7 @@ __device__ __forceinline__ void load_rows(
 
 // The same in pieces, a copy of 16 bytes a thread each, for loads that are spread over other work:
 // a multiprocessor takes in about 40 bytes a clock, and who asks for more at once waits. kThreads
-// threads, which count from a multiple of kThreads on, take part. Rows are aligned.
+// threads, which count from a multiple of kThreads on, take part. Rows are whole chunks.
 template <int kRows, int kDim, int kThreads, class Element>
 struct RowPieces {
   static constexpr int kStep = kThreads / kPanelChunks, kPanels = kDim / kPanelColumns;
@@ -64,22 +61,21 @@ struct RowPieces {
   static_assert(kRows % kStep == 0 && kStep % 8 == 0);
 
   const Element* from;
-  int64_t stride;
+  int64_t step;  // elements from a piece's row to that of the next row's piece
   uint32_t to;
   int live, dim;  // rows and columns from this thread's first on
-
   bool wanted;
 
   // Pieces from `skipped` on, whole rows of them before.
   __device__ __forceinline__ RowPieces(uint32_t smem,
                                        const Element* source,
-                                       int64_t stride_,
+                                       int64_t stride,
                                        int live_rows,
                                        int columns,
                                        int skipped,
                                        bool wanted_)
-      : stride(stride_), wanted(wanted_) {
-    const int thread = static_cast<int>(here(threadIdx.x)) % kThreads;
+      : step(kStep * stride), wanted(wanted_) {
+    const uint32_t thread = here(threadIdx.x) % kThreads;
     const int chunk = thread % kPanelChunks, row = thread / kPanelChunks;
     const int first = row + skipped / kPanels * kStep;
     from = source + first * stride + chunk * kChunk;
@@ -88,12 +84,12 @@ struct RowPieces {
     dim = columns - chunk * kChunk;
   }
 
-  __device__ __forceinline__ void issue(int index) const {
-    if (!wanted) return;
+  // In ascending order.
+  __device__ __forceinline__ void issue(int index) {
     const int row = index / kPanels * kStep, panel = index % kPanels;
-    const bool exists = row < live && panel * kPanelColumns < dim;
-    ptx::copy_async_16(to + panel * (kRows * 128) + row * 128,
-                       from + row * stride + panel * kPanelColumns, exists ? 16 : 0);
+    ptx::copy_async_16_if(wanted, to + panel * (kRows * 128) + row * 128,
+                          from + panel * kPanelColumns, row < live && panel * kPanelColumns < dim);
+    if (panel == kPanels - 1) from += step;
   }
 };
 
