@@ -40,6 +40,15 @@ struct Mask {
     return i < q_len && j >= k_first && j < k_len && j - i >= low && j - i < high;
   }
 
+  // Whether queries [i, i_end) see something of keys [j, j_end), and whether they see it all. None
+  // of them lies past an end or before k_first, and both ranges have one at least.
+  FA_HD bool sees_some(int i, int i_end, int j, int j_end) const {
+    return j_end - 1 - i >= low && j - (i_end - 1) < high;
+  }
+  FA_HD bool sees_all(int i, int i_end, int j, int j_end) const {
+    return j - (i_end - 1) >= low && j_end - 1 - i < high;
+  }
+
   // The keys that row i sees: [first_key, end_key), both in [k_first, k_len] and first <= end.
   FA_HD int first_key(int i) const { return clip_key(int64_t{i} + low); }
   FA_HD int end_key(int i) const { return clip_key(int64_t{i} + high); }

@@ -87,6 +87,18 @@ void check_problem(const AttnParams& p, const SeqInfo& s) {
         check_range(mask.q_tiles(begin, begin + other, block), block, q_len / block + 2, begin,
                     begin + other, see);
       }
+      for (int i = 0; i < q_len; i += block) {
+        for (int j = s.k_first; j < k_len; j += other) {
+          const int i_end = i + block < q_len ? i + block : q_len;
+          const int j_end = j + other < k_len ? j + other : k_len;
+          int seen = 0;
+          for (int r = i; r < i_end; ++r)
+            for (int c = j; c < j_end; ++c)
+              seen += see(r, c);
+          CHECK_EQ(mask.sees_some(i, i_end, j, j_end), seen > 0);
+          CHECK_EQ(mask.sees_all(i, i_end, j, j_end), seen == (i_end - i) * (j_end - j));
+        }
+      }
     }
   }
 }

@@ -31,6 +31,13 @@ __device__ __forceinline__ float log2_approx(float x) {
   return y;
 }
 
+// fma.rn under a predicate: sum += a * b, or nothing, whatever they are.
+__device__ __forceinline__ void add_product_if(bool wanted, float& sum, float a, float b) {
+  asm("{ .reg .pred q;\n setp.ne.s32 q, %3, 0;\n @q fma.rn.f32 %0, %1, %2, %0; }"
+      : "+f"(sum)
+      : "f"(a), "f"(b), "r"(static_cast<int>(wanted)));
+}
+
 // min.NaN: the lesser, NaN if one is. sm_75 has no such instruction, but two that do.
 __device__ __forceinline__ float min_or_nan(float x, float y) {
 #if __CUDA_ARCH__ >= 800

@@ -7,7 +7,7 @@
 //   3 dK, dV, dQ on the way; fp32: dK, dV                           backward_main, backward_ordered
 //   4 dQ if 3 does not make it, parts of dslopes                           backward_ordered
 //   5 dslopes, dsinks                                                      support/backward_sums
-//   6 dbias                                                                backward_ordered_bias
+//   6 dbias                                             backward_plain_bias, backward_ordered_bias
 //
 // Step 3 adds dQ up with atomics, whose order changes from call to call; deterministic calls, and
 // those that need step 4 anyhow, get it there. All else is the same in every call.
@@ -16,6 +16,7 @@
 #include "cuda/sm80/backward_main.cuh"
 #include "cuda/sm80/backward_ordered.cuh"
 #include "cuda/sm80/backward_ordered_bias.cuh"
+#include "cuda/sm80/backward_plain_bias.cuh"
 #include "cuda/support/backward_sums.cuh"
 #include "plan/kernel_list.h"
 #include "plan/plan.h"
@@ -80,14 +81,16 @@ struct BackwardLauncher {
   static constexpr bool kHasMain = !std::is_void_v<Main>;
   static constexpr int kOrderedBytes =
       max_of(ordered_smem_bytes<Ordered, KeysDown>(), ordered_smem_bytes<Ordered, QueriesDown>());
-  // Two stages where they take no more shared memory than the other kernels.
-  using Bias = std::conditional_t<(BiasTile<Ordered, 2>::kSmemBytes <=
-                                   max_of(main_smem_bytes<Main>(), kOrderedBytes)),
-                                  BiasTile<Ordered, 2>,
-                                  BiasTile<Ordered, 1>>;
-  static constexpr int kSmemBytes =
-      max_of(max_of(main_smem_bytes<Main>(), kOrderedBytes), Bias::kSmemBytes);
   using Element = typename Ordered::Element;
+  // The kernels of dbias take no more shared memory than the others, if they can.
+  static constexpr int kOthersBytes = max_of(main_smem_bytes<Main>(), kOrderedBytes);
+  using GeneralBias =
+      typename FirstThatFits<kOthersBytes, BiasTile<Ordered, 2>, BiasTile<Ordered, 1>>::Type;
+  template <class Number>
+  using Bias = typename PlainBiasChoice<Element, Number, typename Ordered::N, kOthersBytes>::Type;
+  static constexpr int kBiasBytes = max_of(Bias<Element>::kSmemBytes, Bias<float>::kSmemBytes);
+  static constexpr int kSmemBytes =
+      max_of(max_of(kOthersBytes, GeneralBias::kSmemBytes), sizeof(Element) == 2 ? kBiasBytes : 0);
 
   const AttnParams& p;
   const Plan& plan;
@@ -132,8 +135,7 @@ struct BackwardLauncher {
     if (error == cudaSuccess && grad.dslopes != nullptr)
       error = launch_slopes(p, work.slopes, queries.slots, queries.own, stream);
     if (error == cudaSuccess && grad.dsinks != nullptr) error = launch_sinks(p, stream);
-    if (error == cudaSuccess && grad.dbias != nullptr)
-      error = launch_bias_gradient<Bias>(p, queries, stream);
+    if (error == cudaSuccess && grad.dbias != nullptr) error = launch_bias();
     return error;
   }
 
@@ -164,6 +166,21 @@ struct BackwardLauncher {
     if (steps.adds_dq) own.grad.dq.ptr = nullptr;
     return launch_shared(queries_kernel<Ordered>, queries.slots * p.heads_q, Ordered::kThreads,
                          kQueriesBytes, stream, own, queries);
+  }
+
+  cudaError_t launch_bias() const {
+    if constexpr (sizeof(Element) == 2) {
+      if (is_plain_bias(p)) {
+        return p.bias.dtype == DType::kF32 ? launch_plain_bias<float>()
+                                           : launch_plain_bias<Element>();
+      }
+    }
+    return launch_bias_kernel<GeneralBias>(ordered_bias_kernel<GeneralBias>, p, queries, stream);
+  }
+  template <class Number>
+  cudaError_t launch_plain_bias() const {
+    using Tile = Bias<Number>;
+    return launch_bias_kernel<Tile>(bias_kernel<Tile, Number>, p, queries, stream);
   }
 };
 

@@ -44,13 +44,13 @@ struct Visible {
 
 // Bit e is set where the bit tile hides element e of a chunk. A loop: few tiles have one.
 template <class Layout>
-__device__ __forceinline__ uint32_t bits_hidden(const uint32_t* bits,
-                                                int block_q,
-                                                int block_k,
-                                                int query,
-                                                int key,
-                                                int query_end,
-                                                int key_end) {
+__device__ __noinline__ uint32_t bits_hidden(const uint32_t* bits,
+                                             int block_q,
+                                             int block_k,
+                                             int query,
+                                             int key,
+                                             int query_end,
+                                             int key_end) {
   const int words = (block_k + 31) / 32, first_query = query % block_q, first_key = key % block_k;
   uint32_t hidden = 0;
 #pragma unroll 1
@@ -62,19 +62,21 @@ __device__ __forceinline__ uint32_t bits_hidden(const uint32_t* bits,
   return hidden;
 }
 
-// Zeroes what is not visible of a chunk that begins at (query, key).
+// What is not visible of a chunk that begins at (query, key) becomes `hidden_as`.
 template <class Layout>
-__device__ __forceinline__ void hide(float (&prob)[8], const Visible& v, int query, int key) {
+__device__ __forceinline__ void hide(
+    float (&x)[8], const Visible& v, int query, int key, float hidden_as = 0) {
   const uint32_t first = static_cast<uint32_t>(key - query - v.low);
   const uint32_t width = static_cast<uint32_t>(v.high - v.low);
 #pragma unroll
   for (int e = 0; e < 8; ++e) {
-    if (first + Layout::key(e) - Layout::query(e) >= width) prob[e] = 0;
+    if (first + Layout::key(e) - Layout::query(e) >= width) x[e] = hidden_as;
   }
   if (key + 16 > v.key_end || query + 16 > v.query_end) {
 #pragma unroll
     for (int e = 0; e < 8; ++e) {
-      if (key + Layout::key(e) >= v.key_end || query + Layout::query(e) >= v.query_end) prob[e] = 0;
+      if (key + Layout::key(e) >= v.key_end || query + Layout::query(e) >= v.query_end)
+        x[e] = hidden_as;
     }
   }
   if (v.bits < 0 || v.bits >= v.spec.bit_tiles) return;
@@ -84,7 +86,7 @@ __device__ __forceinline__ void hide(float (&prob)[8], const Visible& v, int que
       bits_hidden<Layout>(bits, v.spec.block_q, v.spec.block_k, query, key, v.query_end, v.key_end);
 #pragma unroll
   for (int e = 0; e < 8; ++e) {
-    if (hidden >> e & 1u) prob[e] = 0;
+    if (hidden >> e & 1u) x[e] = hidden_as;
   }
 }
 
