@@ -15,6 +15,8 @@
 // head_dim_v). Q's place takes out at the end: a warp reads and writes its own rows.
 #pragma once
 
+#include <cstdint>
+
 #include "cuda/sm80/forward_block.cuh"
 #include "cuda/tile/operand.cuh"
 #include "cuda/tile/store_rows.cuh"
