@@ -125,6 +125,9 @@ struct EvenState {
   WarpKeys keys[Tile::kWarps];
 };
 
+// Which tiles a block goes through: all between two, or those that a block list names.
+enum class Walk : uint8_t { kRange, kList };
+
 // The tiles of a line of a block list, from the last to the first. Each warp walks for itself, and
 // a lane holds one of 32 entries.
 struct ListWalk {
@@ -264,11 +267,11 @@ __device__ __forceinline__ void store_even(const AttnParams& p,
       p.head_dim_v - column0);
 }
 
-// kList: of the tiles that a block list names.
-template <class Element, class Tile, bool kList>
+template <class Element, class Tile, Walk kWalk>
 __global__ void __launch_bounds__(Tile::kWarps * 32, blocks_per_sm<Tile>())
     forward_even_kernel(const __grid_constant__ AttnParams p,
                         const __grid_constant__ ForwardGrid grid) {
+  constexpr bool kList = kWalk == Walk::kList;
   constexpr int kThreads = Tile::kWarps * 32, kBlockM = Tile::kBlockM, kBlockN = Tile::kBlockN;
   constexpr int kDim = Tile::kHeadDim, kDimV = Tile::kHeadDimV;
   constexpr int kRowBlocks = kBlockM / (16 * Tile::kWarps);

@@ -131,8 +131,8 @@ cudaError_t launch_even(const AttnParams& p,
   fill_dense(p, grid);
   constexpr int kThreads = Tile::kWarps * 32, kBytes = forward_even_bytes<Element, Tile>();
   if constexpr (!Tile::kPairs) {
-    auto* kernel = forward_even_kernel<Element, Tile, false>;
-    if (p.mask.blocks.index != nullptr) kernel = forward_even_kernel<Element, Tile, true>;
+    auto* kernel = forward_even_kernel<Element, Tile, Walk::kRange>;
+    if (p.mask.blocks.index != nullptr) kernel = forward_even_kernel<Element, Tile, Walk::kList>;
     return launch_shared(kernel, grid.tasks, kThreads, kBytes, stream, p, grid);
   } else {
     int device = 0, blocks = 1;
