@@ -55,7 +55,7 @@ inline ForwardGrid forward_grid(const AttnParams& p, const Plan& plan, int slice
   return grid;
 }
 
-// What one block does: rows [begin, end) of `rows`; none when begin >= end.
+// What one block does: rows [begin, end) of `rows`; none when begin < 0 or begin >= end.
 struct ForwardTask {
   int batch = 0, split = 0, slice = 0, begin = 0, end = 0;
   PackedRows rows;
@@ -79,6 +79,7 @@ struct ForwardTask {
     TileSlot found = {run, place};
     if (p.seq_q.cu_seqlens != nullptr) {
       const int64_t slot = int64_t{run} * grid.run + place;
+      begin = -1;
       if (slot >= grid.slots) return;
       found = find_slot(p.seq_q, p.batch, p.seqlen_q, grid.group, grid.block_m, slot);
     }

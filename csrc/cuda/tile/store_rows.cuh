@@ -38,9 +38,10 @@ __device__ __forceinline__ void store_tile_rows(
 template <int kTileRows, int kRows, int kDim, int kThreads, class Element>
 __device__ __forceinline__ void store_whole_rows(
     uint32_t tile, Element* to, int64_t stride, int rows, int dim) {
-  constexpr int kChunks = kDim / kChunk, kLine = kChunks < kThreads ? kChunks : kThreads;
+  constexpr int kChunks = kDim / kChunk, kEven = kChunks & -kChunks;  // a power of two
+  constexpr int kLine = kEven < kThreads ? kEven : kThreads;
   constexpr int kStep = kThreads / kLine;  // rows at once
-  static_assert(kRows % kStep == 0 && kChunks % kLine == 0);
+  static_assert(kRows % kStep == 0 && kChunks % kLine == 0 && kThreads % kLine == 0);
   const int thread = threadIdx.x % kThreads, first = thread / kLine;
   Element* line = to + first * stride + thread % kLine * kChunk;
 #pragma unroll
