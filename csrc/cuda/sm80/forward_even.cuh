@@ -358,6 +358,7 @@ __global__ void __launch_bounds__(Tile::kWarps * 32, blocks_per_sm<Tile>())
     softmax.settle(s, out, grid.scale);
     add_weighted<Element, Tile>(out, s, softmax, grid.scale, v_lane + stage * kVBytes);
   }
+  ptx::copy_async_wait<0>();  // a list may be empty
   softmax.finish();
   store_even<kBlockM>(p, grid, state.task, state.task.begin + warp_row, softmax, out, 0,
                       q_smem + warp_row * 128);
