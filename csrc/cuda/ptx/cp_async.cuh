@@ -45,6 +45,23 @@ __device__ __forceinline__ void copy_async_16_if(bool wanted,
 #endif
 }
 
+// cp.async.ca 4 bytes, or zero when not `live`. Both addresses are multiples of 4.
+__device__ __forceinline__ void copy_async_4(uint32_t smem, const float* source, bool live) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile(
+      "{\n"
+      ".reg .pred ignored;\n"
+      "setp.eq.s32 ignored, %2, 0;\n"
+      "cp.async.ca.shared.global [%0], [%1], 4, ignored;\n"
+      "}" ::"r"(smem),
+      "l"(source), "r"(static_cast<int>(live))
+      : "memory");
+#else
+  const float x = live ? *source : 0.0f;
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(smem), "f"(x) : "memory");
+#endif
+}
+
 // cp.async.commit_group: what this thread has issued since the last one is a group.
 __device__ __forceinline__ void copy_async_commit() {
 #if __CUDA_ARCH__ >= 800

@@ -128,7 +128,7 @@ struct BackwardLauncher {
     const Gradients& grad = p.grad;
     if (queries.slots == 0 || p.heads_q == 0) return cudaSuccess;
     cudaError_t error = cudaMemsetAsync(work.findings, 0, work.zero_bytes, stream);
-    if (error == cudaSuccess) error = launch_prepare<Element>(p, work.findings, stream);
+    if (error == cudaSuccess) error = launch_prepare<Element>(p, work.findings, work.rows, stream);
     if (error == cudaSuccess) error = launch_weights();
     if (error == cudaSuccess && steps.keys) error = launch_keys();
     if (error == cudaSuccess && steps.queries) error = launch_queries();
@@ -149,8 +149,8 @@ struct BackwardLauncher {
 
   cudaError_t launch_keys() const {
     if constexpr (kHasMain) {
-      const MainWork main = {work.findings, reinterpret_cast<const float2*>(work.rows),
-                             work.dq_accum, work.dk_partial, work.dv_partial};
+      const MainWork main = {work.findings, work.rows, work.dq_accum, work.dk_partial,
+                             work.dv_partial};
       return launch_main_kernel<Element, Main>(p, plan, main, stream);
     } else {
       OrderedGrid keys = ordered_grid<Ordered, KeysDown>(p);

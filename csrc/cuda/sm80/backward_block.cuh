@@ -175,7 +175,7 @@ struct BackwardBlock : BackwardStore<Element, Tile> {
   }
 
   __device__ __forceinline__ ScoreTile score_tile(const QueryStep& step, int query) const {
-    const float2* rows = state.huge ? grid.rows + step.line - step.begin : nullptr;
+    const RowWeight* rows = state.huge ? grid.rows + step.line - step.begin : nullptr;
     return {p,
             state.batch,
             step.head,
@@ -401,12 +401,11 @@ struct BackwardBlock : BackwardStore<Element, Tile> {
     constexpr int kDim = kRole == 0 ? T::kHeadDimV : T::kHeadDim;
     float acc[T::kRowBlocks][kDim / T::kDimWarps / 8][4] = {};
     if (state.steps[0].head >= 0) {
+      this->load_stats(state.steps[0], 0);
       this->load_queries(state.steps[0], 0);
-      this->load_stats(state.steps[0]);
     }
     int t = 0;
     for (; state.steps[t % 4].head >= 0; ++t) {
-      this->store_stats(t % T::kStages);
       ptx::copy_async_wait<0>();
       barrier_all();
       this->remove_poison(t % T::kStages);
@@ -421,8 +420,8 @@ struct BackwardBlock : BackwardStore<Element, Tile> {
         barrier_all();
         const QueryStep& next = state.steps[(t + 1) % 4];
         if (next.head >= 0) {
+          this->load_stats(next, 0);
           this->load_queries(next, 0);
-          this->load_stats(next);
         }
         if (kRole == 1) query_step(t);
       }

@@ -21,7 +21,6 @@ struct BackwardLoads {
   BackwardState<Element>& state;
   uint32_t smem;
   uint32_t warp, key_warp, dim_warp;  // key_warp, dim_warp: inside the role
-  float stat;                         // of the tile on its way: lse or delta of one query
 
   __device__ BackwardLoads(const AttnParams& params,
                            const BackwardGrid& g,
@@ -69,16 +68,15 @@ struct BackwardLoads {
     ptx::copy_async_commit();
   }
 
-  // lse and delta of a tile, one number a thread.
-  __device__ __forceinline__ void load_stats(const QueryStep& step) {
+  // What is subtracted from the scores of a tile's rows, and delta: one number a thread.
+  __device__ __forceinline__ void load_stats(const QueryStep& step, int stage) const {
     const uint32_t thread = here(threadIdx.x);
+    if (thread >= 2 * T::kBlockM) return;
     const int row = static_cast<int>(thread % T::kBlockM);
-    const bool is_lse = thread < T::kBlockM;
-    stat = is_lse ? -INFINITY : 0.0f;
-    if (thread >= 2 * T::kBlockM || row >= step.end - step.begin) return;
-    const float* from = static_cast<const float*>(is_lse ? p.lse : p.grad.delta);
-    stat = from[step.line + row];
-    if (is_lse && state.huge) stat = grid.rows[step.line + row].x;
+    const int64_t line = step.line + row;
+    const float* from = thread < T::kBlockM ? &grid.rows[line].base
+                                            : static_cast<const float*>(p.grad.delta) + line;
+    ptx::copy_async_4(stats(stage) + thread * 4, from, row < step.end - step.begin);
   }
 
   // What a role loads of the next tile, from piece `first` on: role 0 Q, role 1 dO.
@@ -130,7 +128,7 @@ struct BackwardLoads {
     const QueryStep& next = state.steps[(t + 1) % 4];
     const int stage = (t + 1) % T::kStages, live = next.end - next.begin;
     if (next.head >= 0) {
-      load_stats(next);
+      load_stats(next, stage);
       if (kRole == 0 && !state.q_whole) {
         load_rows_slowly<T::kBlockM, T::kHeadDim, T::kRoleWarps * 32>(
             smem + T::kQ + stage * T::kQBytes, static_cast<const Element*>(p.q.ptr) + next.q,
@@ -148,14 +146,6 @@ struct BackwardLoads {
 
   __device__ __forceinline__ uint32_t stats(int stage) const {
     return smem + T::kStats + stage * 2 * T::kStatBytes;
-  }
-  // In units of log2; +inf for a row that saw no key, so that exp2(s - inf) = 0 everywhere.
-  __device__ __forceinline__ void store_stats(int stage) const {
-    const uint32_t thread = here(threadIdx.x);
-    if (thread >= 2 * T::kBlockM) return;
-    float x = stat;
-    if (thread < T::kBlockM) x = x == -INFINITY ? INFINITY : state.huge ? x : x * kLog2e;
-    ptx::store_shared_4(stats(stage) + thread * 4, __float_as_uint(x));
   }
 
   // Rows that saw nothing have no gradient, whatever dout holds there: their dO becomes 0.

@@ -63,9 +63,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
 
 // What the main kernel works with beside the tensors; all of it device memory.
 struct MainWork {
-  // {huge_lse, …}, from launch_prepare; and {m, 1 / l} of every row, read if huge_lse was found.
+  // From launch_prepare: {huge_lse, …}, and what stands for lse.
   const BackwardFindings* findings;
-  const float2* rows;
+  const RowWeight* rows;
   float* dq_accum;                 // (rows of lse, head_dim rounded up to 16), zero; null: no dq
   float *dk_partial, *dv_partial;  // (num_splits, key_rows, …), zero; null when num_splits is 1
 };

@@ -38,12 +38,6 @@ struct OrderedTile : Numbers {
   static constexpr int kWalkAt = 2 * kOwnBytes, kStateAt = kWalkAt + 2 * N::kStages * kWalkBytes;
 };
 
-// P = exp(score - base) * weight. Base is lse and the weight 1 or, where lse is so large that it
-// does not hold log l beside m, m and 1 / l; +inf and 1 of a row that saw nothing.
-struct RowWeight {
-  float base, weight;
-};
-
 // What the launcher adds to the problem.
 struct OrderedGrid {
   const BackwardFindings* findings;

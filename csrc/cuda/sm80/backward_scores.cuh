@@ -10,6 +10,7 @@
 #include "cuda/ptx/math.cuh"
 #include "cuda/ptx/shared.cuh"
 #include "cuda/sm80/backward_tile.h"
+#include "cuda/support/backward_prepare.cuh"
 #include "cuda/tile/fragment.cuh"
 #include "cuda/tile/operand.cuh"
 #include "plan/kernel_list.h"
@@ -27,9 +28,9 @@ struct ScoreTile {
   int query_end, key_end;  // queries and keys from here on are not this tile's
   int low, high;           // low <= key - query < high is visible (core/mask.h)
   int distance;            // seqlen_k - seqlen_q
-  // {m, 1 / l} of each query of the head where lse has no room for log(l) (then m is what is called
-  // lse below), else null.
-  const float2* rows;
+  // Of each query of the head where lse has no room for log(l) (then m is what is called lse
+  // below), else null.
+  const RowWeight* rows;
 
   __device__ __forceinline__ int lane_key() const { return key + threadIdx.x % 32 / 4; }
   __device__ __forceinline__ int lane_query() const { return query + threadIdx.x % 4 * 2; }
@@ -375,7 +376,7 @@ __device__ __forceinline__ void to_huge_probabilities(Fragment<kRowBlocks, kColu
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const int i = tile.lane_query() + 8 * n + c;
-      const float weight = i < tile.query_end ? tile.rows[i].y : 0.0f;
+      const float weight = i < tile.query_end ? tile.rows[i].weight : 0.0f;
       const float base = c == 0 ? m[n].x : m[n].y;
 #pragma unroll
       for (int k = 0; k < 2 * kRowBlocks; ++k) {

@@ -18,10 +18,10 @@ struct BackwardGrid {
   uint32_t slots;   // of the key side (core/slots.h)
   uint32_t sequence_slots;  // of a sequence that is not packed
   int block_m, block_n;
-  // What the prepare kernel found (support/backward_prepare.cuh), and what stands for lse if it
-  // found a huge one: {m, 1 / l}, in the layout of lse; m is +inf where a row saw nothing.
+  // What the prepare kernel found (support/backward_prepare.cuh), and what stands for lse, in its
+  // layout; with the weights to be read if a huge one was found.
   const BackwardFindings* findings;
-  const float2* rows;
+  const RowWeight* rows;
   // Slices, of the query heads and then of their query tiles, when the keys alone make too few
   // blocks: each writes its sum to (splits, rows of keys, columns), laid out as dq_accum is. A row
   // is (batch, row, head_k).

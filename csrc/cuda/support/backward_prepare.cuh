@@ -46,17 +46,26 @@ struct BackwardFindings {
   int empty_row_poisoned;  // dout is not finite in a row that saw no key
 };
 
+// P = exp2(score - base) in the main kernel, the score in units of log2; base is +inf where a row
+// saw no key. Where some lse is so large that it does not hold log l beside m, other kernels put m,
+// in natural units, and 1 / l here: P = exp(score - base) * weight.
+struct RowWeight {
+  float base, weight;
+};
+
 // From here on rounding lse costs the weights more than 2^-12.
 constexpr float kHugeLse = 4096;
 
-// delta: (batch, heads_q, rows), contiguous. Packed inputs come as one batch of all rows.
+// delta: (batch, heads_q, rows), contiguous; `weights` alike. Packed inputs come as one batch of
+// all rows.
 template <class Element, int kVec>
 __global__ void __launch_bounds__(kDeltaThreads)
     delta_kernel(const __grid_constant__ AttnParams params,
                  int64_t rows,
                  int row_blocks,
                  int lanes,
-                 BackwardFindings* findings) {
+                 BackwardFindings* findings,
+                 RowWeight* weights) {
   const int head = blockIdx.x % params.heads_q;
   const int batch = blockIdx.x / params.heads_q / row_blocks;
   const int row_block = blockIdx.x / params.heads_q % row_blocks;
@@ -119,6 +128,9 @@ __global__ void __launch_bounds__(kDeltaThreads)
         sum[r] -= less[r];
         if (fabsf(row_lse[r]) > kHugeLse) findings->huge_lse = 1;
       }
+      constexpr float kLog2e = 1.4426950408889634f;
+      const float base = row_lse[r] == -INFINITY ? INFINITY : row_lse[r] * kLog2e;
+      weights[plane + row] = {base, 1};
     }
     delta[row] = sum[r];
   }
@@ -133,6 +145,7 @@ inline bool rows_aligned(const TensorRef& t, int element_bytes) {
 template <class Element, int kVec>
 cudaError_t launch_delta_packets(const AttnParams& params,
                                  BackwardFindings* findings,
+                                 RowWeight* weights,
                                  cudaStream_t stream) {
   const bool packed = params.seq_q.cu_seqlens != nullptr;
   const int64_t rows = packed ? params.seq_q.total : params.seqlen_q;
@@ -145,24 +158,25 @@ cudaError_t launch_delta_packets(const AttnParams& params,
   const int64_t blocks = batches * params.heads_q * row_blocks;
   if (blocks == 0) return cudaSuccess;
   return launch(delta_kernel<Element, kVec>, blocks, kDeltaThreads, stream, params, rows,
-                static_cast<int>(row_blocks), lanes, findings);
+                static_cast<int>(row_blocks), lanes, findings, weights);
 }
 
-// `findings` (zero before) is null for the sum alone, without lse and dlse.
+// `findings` (zero before) and `weights` are null for the sum alone, without lse and dlse.
 template <class Element>
 cudaError_t launch_prepare(const AttnParams& params,
                            BackwardFindings* findings,
+                           RowWeight* weights,
                            cudaStream_t stream) {
   constexpr int kVec = 16 / sizeof(Element);
   const bool vector = params.head_dim_v % kVec == 0 && rows_aligned(params.out, sizeof(Element)) &&
                       rows_aligned(params.grad.dout, sizeof(Element));
-  return vector ? launch_delta_packets<Element, kVec>(params, findings, stream)
-                : launch_delta_packets<Element, 1>(params, findings, stream);
+  return vector ? launch_delta_packets<Element, kVec>(params, findings, weights, stream)
+                : launch_delta_packets<Element, 1>(params, findings, weights, stream);
 }
 
 template <class Element>
 int launch_delta(const AttnParams& params, const Plan&, void*, void* stream) {
-  return launch_prepare<Element>(params, nullptr, static_cast<cudaStream_t>(stream));
+  return launch_prepare<Element>(params, nullptr, nullptr, static_cast<cudaStream_t>(stream));
 }
 
 template <class Element>
