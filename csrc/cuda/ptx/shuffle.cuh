@@ -2,6 +2,8 @@
 // Exchange of registers inside a warp. One instruction a function.
 #pragma once
 
+#include <cstdint>
+
 #include <cuda_runtime.h>
 
 namespace flash_attn::ptx {
@@ -22,6 +24,18 @@ __device__ __forceinline__ int thread_index() {
   int r;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(r));
   return r;
+}
+
+// redux.sync.or (sm_80; elsewhere nothing): a number that all lanes hold alike, so that what is
+// made of it goes to uniform registers. All lanes of the warp.
+__device__ __forceinline__ uint32_t uniform(uint32_t value) {
+#if __CUDA_ARCH__ >= 800
+  uint32_t r;
+  asm volatile("redux.sync.or.b32 %0, %1, 0xffffffff;" : "=r"(r) : "r"(value));
+  return r;
+#else
+  return value;
+#endif
 }
 
 }  // namespace flash_attn::ptx

@@ -22,6 +22,7 @@
 
 #include "cuda/launch.h"
 #include "cuda/sm80/forward_even_pair.cuh"
+#include "cuda/sm80/forward_features.cuh"
 #include "cuda/support/combine.cuh"
 #include "plan/kernel_list.h"
 #include "plan/plan.h"
@@ -38,7 +39,9 @@ __device__ __forceinline__ void finish_scores(float (&s)[kRowBlocks][kColumns][4
                                               int key,
                                               int stage) {
   if constexpr (kScore == Score::kGeneral) {
-    if (grid.features) apply_features<Element, Order>(s, p, warp, state.seq, state.task.batch, key);
+    if (grid.steps.any) {
+      apply_features<Element, Order>(s, p, grid.steps, warp, state.seq, state.task.batch, key);
+    }
   }
   const int bits = state.tiles[stage].bits;
   const bool whole = state.sees_all(threadIdx.x / 32, key, 8 * kColumns);
@@ -48,28 +51,6 @@ __device__ __forceinline__ void finish_scores(float (&s)[kRowBlocks][kColumns][4
   }
   TileMask<ceil_div(kColumns, 4)> hidden(p.pages, state.task.batch, key, grid.block_n, bits);
   if (hidden.some(8 * kColumns) || !whole) apply_mask<Order>(s, p.mask, warp, hidden);
-}
-
-// Where a warp reads its operands: lane addresses in Q, and in stage 0 of K and V.
-struct WarpOperands {
-  uint32_t q, k, v;
-};
-
-// 5. out += P V for the tile at v, P where the scores were.
-template <class Element, class Tile, int kRowBlocks, int kColumns>
-__device__ __forceinline__ void add_values(float (&out)[kRowBlocks][Tile::kHeadDimV / 8][4],
-                                           const float (&s)[kRowBlocks][kColumns][4],
-                                           uint32_t v) {
-  if constexpr (sizeof(Element) == 4) {
-    warp_multiply_add<Tile::kBlockN>(out, s, v);
-  } else {
-    const auto weights = [&](uint32_t(&a)[kRowBlocks][4], int step) {
-#pragma unroll
-      for (int b = 0; b < kRowBlocks; ++b)
-        to_operand<Element>(a[b], s[b][2 * step], s[b][2 * step + 1]);
-    };
-    warp_matmul_pv<Element, Tile::kHeadDimV, Tile::kBlockN, Tile::kBlockN>(out, weights, v);
-  }
 }
 
 // 2 to 5 for as long as the tile after this one hides nothing and lies evenly in memory: nearly all
@@ -183,11 +164,20 @@ __global__ void __launch_bounds__(Tile::kWarps * 32, blocks_per_sm<Tile>())
     else
       ptx::copy_async_wait<0>();
     __syncthreads();
-    if constexpr (kScore == Score::kPlain && sizeof(Element) == 2) {
-      if (!first && state.even && state.tiles[stage].full &&
-          whole_tiles<Element, Tile>(p, grid, state, position, stage, at, k_smem, out, softmax)) {
-        stage ^= 1;
-        continue;
+    if constexpr (sizeof(Element) == 2 && kThreads >= 64) {
+      if (!first && state.even && state.tiles[stage].full) {
+        bool taken;
+        if constexpr (kScore == Score::kPlain) {
+          taken =
+              whole_tiles<Element, Tile>(p, grid, state, position, stage, at, k_smem, out, softmax);
+        } else {
+          taken = feature_tiles<Element, Tile>(p, grid, state, position, stage, at, warp_row,
+                                               k_smem, out, softmax);
+        }
+        if (taken) {
+          stage ^= 1;
+          continue;
+        }
       }
     }
     KvTile next;
@@ -255,10 +245,10 @@ int launch_forward(const AttnParams& p, const Plan& plan, void* workspace, void*
       return launch_even<Element, Even>(p, grid, static_cast<unsigned*>(workspace), on);
   }
   if (kScore == Score::kGeneral) {
-    grid.features = p.softcap > 0 || p.alibi.slopes != nullptr || p.bias.ptr != nullptr ||
-                    !(p.softmax_scale > 1e-30);
     grid.by_thread = p.bias.ptr != nullptr;
-    if (grid.features) grid.scale = ScoreScale(1.0);
+    grid.bias_aligned = bias_is_aligned<Tile::kBlockN>(p.bias);
+    grid.steps = ScoreSteps(p);
+    grid.scale = grid.steps.scale();
   }
   if (plan.num_splits > 1) {
     grid.partial.rows = lse_rows(p);

@@ -30,9 +30,9 @@ struct ForwardGrid {
   bool dense;
   int low, high;
   unsigned* next;  // tasks that blocks have begun, where they do one after another
-  // kGeneral only: scores have features, which make natural units of them, so that `scale` is 1;
-  // and one of these is a bias, so that keys lie by thread.
-  bool features, by_thread;
+  // kGeneral only: keys lie by thread, because there is a bias; whose runs of keys are aligned.
+  bool by_thread, bias_aligned;
+  ScoreSteps steps;  // kGeneral only
   ScoreScale scale;
 };
 

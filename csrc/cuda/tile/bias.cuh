@@ -42,7 +42,7 @@ struct BiasRow {
     }
   }
 
-  // The same into the L2 cache: of the tile before this one, which the walk most often takes next.
+  // The same into the L2 cache.
   __device__ __forceinline__ static void prefetch(const uint8_t* at) {
 #pragma unroll
     for (int run = 0; run < kWords / kRunWords; ++run)
@@ -86,11 +86,14 @@ struct BiasRow {
       word[w] = all[w];
   }
 
-  // Element e as a number; one byte is a boolean, which becomes 0 or -inf.
+  // Element e of booleans.
+  __device__ __forceinline__ bool hides(int e) const {
+    return (word[e / kEach] >> (e % 4 * 8) & 0xffu) == 0;
+  }
+  // Element e of numbers.
   __device__ __forceinline__ float value(int e, DType type) const {
     const uint32_t w = word[e / kEach];
     if constexpr (kBytes == 4) return __uint_as_float(w);
-    if constexpr (kBytes == 1) return (w >> (e % 4 * 8) & 0xffu) != 0 ? 0.0f : -INFINITY;
     if (type == DType::kBF16) return __uint_as_float(e % 2 == 0 ? w << 16 : w & 0xffff0000u);
     const __half2 pair = *reinterpret_cast<const __half2*>(&w);
     return e % 2 == 0 ? __low2float(pair) : __high2float(pair);
@@ -104,23 +107,29 @@ struct BiasRow {
   }
 };
 
-// scores of this thread in row h of a 16-row block += bias. -inf hides even a score that is inf.
+// scores of this thread in row h of a 16-row block: s * unit + bias, or hidden by a boolean, which
+// leaves the others alone. -inf hides even a score that is inf.
 template <int kBytes, int kColumns>
 __device__ __forceinline__ void add_bias_row(float (&s)[kColumns][4],
                                              int h,
                                              const BiasRow<8 * kColumns, kBytes>& row,
+                                             float unit,
                                              DType type) {
 #pragma unroll
   for (int e = 0; e < 2 * kColumns; ++e) {
     float& x = s[e / 2][2 * h + e % 2];
-    const float value = row.value(e, type);
-    x = kBytes == 1 ? (value == 0 ? x : value) : ptx::min_or_nan(x, 3.4e38f) + value;
+    if constexpr (kBytes == 1) {
+      if (row.hides(e)) x = -INFINITY;
+    } else {
+      x = fmaf(ptx::min_or_nan(x, 3.4e38f), unit, row.value(e, type));
+    }
   }
 }
 
 template <int kBytes, int kRowBlocks, int kColumns>
 __device__ __forceinline__ void add_bias_as(float (&s)[kRowBlocks][kColumns][4],
                                             const Bias& bias,
+                                            float unit,
                                             const WarpRows& rows,
                                             int batch,
                                             int key,
@@ -149,7 +158,6 @@ __device__ __forceinline__ void add_bias_as(float (&s)[kRowBlocks][kColumns][4],
                                                       kBytes;
       if (layout == BiasLayout::kAligned) {
         row[t].load_aligned(at);
-        if (key >= 8 * kColumns) row[t].prefetch(at - 8 * kColumns * kBytes);
       } else if (layout == BiasLayout::kRuns) {
         row[t].load_runs(at);
       } else {
@@ -160,29 +168,123 @@ __device__ __forceinline__ void add_bias_as(float (&s)[kRowBlocks][kColumns][4],
     for (int t = 0; t < kTogether; ++t) {
       const int b = (r + t) / 2, h = (r + t) % 2;
       if (kBytes == 2 && bias.dtype == DType::kF16) {
-        add_bias_row<kBytes>(s[b], h, row[t], DType::kF16);
+        add_bias_row<kBytes>(s[b], h, row[t], unit, DType::kF16);
       } else {
-        add_bias_row<kBytes>(s[b], h, row[t], DType::kBF16);
+        add_bias_row<kBytes>(s[b], h, row[t], unit, DType::kBF16);
       }
     }
   }
 }
 
+// unit: of the scores, while those with the bias are in natural units; a boolean leaves the unit.
 // Keys [key, key + 8 * kColumns) in the order KeysByThread; nothing from `end` on is read.
 template <int kRowBlocks, int kColumns>
 __device__ __forceinline__ void add_bias(float (&s)[kRowBlocks][kColumns][4],
                                          const Bias& bias,
+                                         float unit,
                                          const WarpRows& rows,
                                          int batch,
                                          int key,
                                          int end) {
   if (bias.boolean) {
-    add_bias_as<1>(s, bias, rows, batch, key, end);
+    add_bias_as<1>(s, bias, unit, rows, batch, key, end);
   } else if (bias.dtype == DType::kF32) {
-    add_bias_as<4>(s, bias, rows, batch, key, end);
+    add_bias_as<4>(s, bias, unit, rows, batch, key, end);
   } else {
-    add_bias_as<2>(s, bias, rows, batch, key, end);
+    add_bias_as<2>(s, bias, unit, rows, batch, key, end);
   }
 }
+
+// Whether the bias of every whole tile can be read in aligned runs, tiles beginning at multiples of
+// kKeys keys.
+template <int kKeys>
+__host__ inline bool bias_is_aligned(const Bias& bias) {
+  const int64_t bytes = bias.boolean ? 1 : bias.dtype == DType::kF32 ? 4 : 2;
+  const int64_t bits =
+      reinterpret_cast<int64_t>(bias.ptr) | (bias.batch | bias.head | bias.row) * bytes;
+  return bias.col == 1 && bits % min_of(int64_t{16}, KeysByThread<kKeys>::kRun * bytes) == 0;
+}
+
+// The bias of a warp's rows where it is aligned and tiles are whole: read a tile ahead, or fp32, of
+// which there would be too much for the registers, brought to the L2 cache.
+template <int kRowBlocks, int kColumns>
+struct BiasAhead {
+  static constexpr bool kHides = true;
+  static constexpr int kKeys = 8 * kColumns, kRows = 2 * kRowBlocks;
+  const uint8_t* row[kRows];  // the thread's first key of tile 0
+  BiasRow<kKeys, 2> held[kRows];
+
+  __device__ __forceinline__ BiasAhead(const Bias& bias, const WarpRows& rows, int batch) {
+    const int bytes = bytes_of(bias);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const RowPlace place = rows(r / 2, r % 2);
+      row[r] = static_cast<const uint8_t*>(bias.ptr) +
+               (batch * bias.batch + place.head * bias.head + place.position * bias.row +
+                KeysByThread<kKeys>::thread_key()) *
+                   bytes;
+    }
+  }
+
+  __device__ __forceinline__ void load(const Bias& bias, int key) {
+    if (bias.boolean) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        BiasRow<kKeys, 1> bytes;
+        bytes.load_aligned(row[r] + key);
+#pragma unroll
+        for (int w = 0; w < BiasRow<kKeys, 1>::kWords; ++w)
+          held[r].word[w] = bytes.word[w];
+      }
+    } else if (bias.dtype != DType::kF32) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r)
+        held[r].load_aligned(row[r] + int64_t{key} * 2);
+    } else {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r)
+        BiasRow<kKeys, 4>::prefetch(row[r] + int64_t{key} * 4);
+    }
+  }
+
+  // Of the tile that was loaded, at `key`.
+  __device__ __forceinline__ void add(float (&s)[kRowBlocks][kColumns][4],
+                                      const Bias& bias,
+                                      float unit,
+                                      int key) const {
+    if (bias.boolean) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        BiasRow<kKeys, 1> bytes;
+#pragma unroll
+        for (int w = 0; w < BiasRow<kKeys, 1>::kWords; ++w)
+          bytes.word[w] = held[r].word[w];
+        add_bias_row<1>(s[r / 2], r % 2, bytes, unit, DType::kF32);
+      }
+    } else if (bias.dtype == DType::kF32) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        BiasRow<kKeys, 4> numbers;
+        numbers.load_aligned(row[r] + int64_t{key} * 4);
+        add_bias_row<4>(s[r / 2], r % 2, numbers, unit, DType::kF32);
+      }
+    } else {
+      if (bias.dtype == DType::kF16) {
+#pragma unroll
+        for (int r = 0; r < kRows; ++r)
+          add_bias_row<2>(s[r / 2], r % 2, held[r], unit, DType::kF16);
+      } else {
+#pragma unroll
+        for (int r = 0; r < kRows; ++r)
+          add_bias_row<2>(s[r / 2], r % 2, held[r], unit, DType::kBF16);
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ static int bytes_of(const Bias& bias) {
+    return bias.boolean ? 1 : bias.dtype == DType::kF32 ? 4 : 2;
+  }
+};
 
 }  // namespace flash_attn

@@ -90,8 +90,8 @@ FA_HD bool copies_whole_chunks(const TensorRef& t, int dim) {
 }
 
 // Tiles of kRows evenly spaced rows, of whole chunks. What a thread copies of a tile is its chunk
-// of every kStep-th row, in each panel.
-template <class Element, int kRows, int kDim, int kThreads>
+// of every kStep-th row, in each panel. Row r of the tile is row begin + row_key(r).
+template <class Element, int kRows, int kDim, int kThreads, class Order = KeysInOrder>
 struct WholeTiles {
   static constexpr int kPanels = kDim / kPanelColumns, kStep = kThreads / kPanelChunks;
   static_assert(kDim % kPanelColumns == 0 && kRows % kStep == 0 && kStep % 8 == 0);
@@ -103,7 +103,7 @@ struct WholeTiles {
       : stride(static_cast<int>(stride_ * sizeof(Element))) {
     const int thread = ptx::thread_index();
     const int row = thread / kPanelChunks, column = thread % kPanelChunks * kChunk;
-    source = reinterpret_cast<const char*>(base + column) + int64_t{row} * stride;
+    source = reinterpret_cast<const char*>(base + column) + int64_t{Order::row_key(row)} * stride;
     dim = dim_ - column;
     to = tile_offset<kRows>(row, thread % kPanelChunks);
   }
@@ -116,8 +116,8 @@ struct WholeTiles {
 
   // The same where rows exist before `end`; the others become zero.
   __device__ __forceinline__ void load(uint32_t smem, int begin, int end) const {
-    const int live = end - begin - ptx::thread_index() / kPanelChunks;
-    copy(smem, begin, [&](int r) { return r < live; });
+    const int live = end - begin - Order::row_key(ptx::thread_index() / kPanelChunks);
+    copy(smem, begin, [&](int r) { return Order::row_key(r) < live; });
   }
 
  private:
@@ -129,7 +129,7 @@ struct WholeTiles {
 #pragma unroll
       for (int panel = 0; panel < kPanels; ++panel) {
         ptx::copy_async_16(smem + to + (panel * kRows + r) * 128,
-                           from + int64_t{stride} * r + panel * 128,
+                           from + int64_t{stride} * Order::row_key(r) + panel * 128,
                            panel * kPanelColumns < dim && exists(r) ? 16 : 0);
       }
     }

@@ -7,43 +7,74 @@
 #include "core/philox.h"
 #include "cuda/ptx/math.cuh"
 #include "cuda/tile/bias.cuh"
+#include "cuda/tile/softmax.cuh"
 
 namespace flash_attn {
 
-// q . k -> scale * (q . k), capped: cap * tanh(scale * (q . k) / cap) with tanh x = 1 - 2 / (e^2x +
-// 1), whose absolute error is 2^-22: too much for fp32.
+// How scores come from q . k. Between the steps they are kept in whatever unit costs nothing, which
+// the exponent of the softmax makes good: tanh, for one, is not multiplied by the cap.
+struct ScoreSteps {
+  bool capped = false;
+  float inside = 0;           // x = tanh(inside * q . k), if capped
+  float factor = 1;           // then x *= factor, which is 1 but for unusual scales
+  float unit = 1, slope = 1;  // then x is in this unit, a positive number; 1 / unit
+  bool numbers = false;       // then x = unit * x + bias; else x keeps its unit
+  bool any = false;           // of these steps, or a boolean bias
+
+  ScoreSteps() = default;
+  __host__ explicit ScoreSteps(const AttnParams& p)
+      : capped(p.softcap > 0), numbers(p.bias.ptr != nullptr && !p.bias.boolean) {
+    double size = capped ? p.softcap : p.softmax_scale;
+    inside = static_cast<float>(capped ? p.softmax_scale / p.softcap : 0);
+    const bool usual = size > 1e-20 && size < 1e20;
+    factor = usual ? 1.0f : static_cast<float>(size);
+    unit = usual ? static_cast<float>(size) : 1.0f;
+    slope = 1 / unit;
+    any = capped || !usual || p.alibi.slopes != nullptr || p.bias.ptr != nullptr;
+  }
+
+  // Of the finished scores.
+  __host__ ScoreScale scale() const { return ScoreScale(numbers ? 1.0 : unit); }
+};
+
+// x -> tanh(inside * x), by 1 - 2 / (e^2y + 1), whose absolute error is 2^-22: too much for fp32.
 template <class Element, int kRowBlocks, int kColumns>
-__device__ __forceinline__ void scale_and_cap(float (&s)[kRowBlocks][kColumns][4],
-                                              float scale,
-                                              float cap) {
-  if (cap <= 0) {
-#pragma unroll
-    for (int e = 0; e < kRowBlocks * kColumns * 4; ++e)
-      s[e / 4 / kColumns][e / 4 % kColumns][e % 4] *= scale;
-    return;
-  }
-  if constexpr (sizeof(Element) == 4) {
-    const float inside = scale / cap;
-#pragma unroll
-    for (int e = 0; e < kRowBlocks * kColumns * 4; ++e) {
-      float& x = s[e / 4 / kColumns][e / 4 % kColumns][e % 4];
-      x = cap * tanhf(x * inside);
-    }
-    return;
-  }
-  const float twice = scale / cap * 2.885390082f;  // 2 log2 e
+__device__ __forceinline__ void cap_scores(float (&s)[kRowBlocks][kColumns][4], float inside) {
+  const float twice = inside * 2.885390082f;  // 2 log2 e
 #pragma unroll
   for (int e = 0; e < kRowBlocks * kColumns * 4; ++e) {
     float& x = s[e / 4 / kColumns][e / 4 % kColumns][e % 4];
-    const float inverse = ptx::reciprocal_approx(ptx::exp2_approx(x * twice) + 1);
-    x = fmaf(-2 * cap, inverse, cap);
+    if constexpr (sizeof(Element) == 4) {
+      x = tanhf(x * inside);
+    } else {
+      x = fmaf(-2, ptx::reciprocal_approx(ptx::exp2_approx(x * twice) + 1), 1);
+    }
   }
 }
 
-// s -= slope * |i + shift - j|, where shift = k_len - q_len.
+// The same of 16 bits with one division for two neighbours, so that a score that is no number
+// spoils its neighbour: not where something hides it.
+template <int kRowBlocks, int kColumns>
+__device__ __forceinline__ void cap_pairs(float (&s)[kRowBlocks][kColumns][4], float inside) {
+  const float twice = inside * 2.885390082f;
+#pragma unroll
+  for (int e = 0; e < kRowBlocks * kColumns * 2; ++e) {
+    float(&x)[4] = s[e / 2 / kColumns][e / 2 % kColumns];
+    float &a = x[e % 2 * 2], &b = x[e % 2 * 2 + 1];
+    // tanh 21 is 1 in fp32, and the product of two such stays finite.
+    const float more_a = ptx::exp2_approx(ptx::min_or_nan(a * twice, 60.0f)) + 1;
+    const float more_b = ptx::exp2_approx(ptx::min_or_nan(b * twice, 60.0f)) + 1;
+    const float inverse = -2 * ptx::reciprocal_approx(more_a * more_b);
+    a = fmaf(inverse, more_b, 1);
+    b = fmaf(inverse, more_a, 1);
+  }
+}
+
+// s -= slope * |i + shift - j| * factor, where shift = k_len - q_len.
 template <class Order, int kRowBlocks, int kColumns>
 __device__ __forceinline__ void apply_alibi(float (&s)[kRowBlocks][kColumns][4],
                                             const Alibi& alibi,
+                                            float factor,
                                             const WarpRows& rows,
                                             int shift,
                                             int batch,
@@ -52,7 +83,7 @@ __device__ __forceinline__ void apply_alibi(float (&s)[kRowBlocks][kColumns][4],
   for (int b = 0; b < kRowBlocks; ++b) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float slope = alibi.slopes[batch * alibi.batch + rows(b, h).head];
+      const float slope = alibi.slopes[batch * alibi.batch + rows(b, h).head] * factor;
       const int away = rows(b, h).position + shift - key - Order::thread_key();
       const float distance = static_cast<float>(away);
 #pragma unroll
@@ -67,20 +98,43 @@ __device__ __forceinline__ void apply_alibi(float (&s)[kRowBlocks][kColumns][4],
   }
 }
 
-// q . k -> the scores of the specification, in natural units. `key`: first key of the tile. A bias
-// asks for KeysByThread.
+// All steps but the bias. `key`: first key of the tile; `all_visible`: nothing will be hidden.
+template <class Element, class Order, int kRowBlocks, int kColumns>
+__device__ __forceinline__ void apply_steps(float (&s)[kRowBlocks][kColumns][4],
+                                            const AttnParams& p,
+                                            const ScoreSteps& steps,
+                                            const WarpRows& rows,
+                                            const SeqInfo& seq,
+                                            int batch,
+                                            int key,
+                                            bool all_visible) {
+  if (steps.capped) {
+    if (sizeof(Element) == 2 && all_visible)
+      cap_pairs(s, steps.inside);
+    else
+      cap_scores<Element>(s, steps.inside);
+  }
+  if (steps.factor != 1) {
+#pragma unroll
+    for (int e = 0; e < kRowBlocks * kColumns * 4; ++e)
+      s[e / 4 / kColumns][e / 4 % kColumns][e % 4] *= steps.factor;
+  }
+  if (p.alibi.slopes != nullptr)
+    apply_alibi<Order>(s, p.alibi, steps.slope, rows, seq.k_len - seq.q_len, batch, key);
+}
+
+// The scores of any tile. A bias asks for KeysByThread.
 template <class Element, class Order, int kRowBlocks, int kColumns>
 __device__ __forceinline__ void apply_features(float (&s)[kRowBlocks][kColumns][4],
                                                const AttnParams& p,
+                                               const ScoreSteps& steps,
                                                const WarpRows& rows,
                                                const SeqInfo& seq,
                                                int batch,
                                                int key) {
-  scale_and_cap<Element>(s, static_cast<float>(p.softmax_scale), static_cast<float>(p.softcap));
-  if (p.alibi.slopes != nullptr)
-    apply_alibi<Order>(s, p.alibi, rows, seq.k_len - seq.q_len, batch, key);
+  apply_steps<Element, Order>(s, p, steps, rows, seq, batch, key, false);
   if constexpr (Order::kRun > 0) {
-    if (p.bias.ptr != nullptr) add_bias(s, p.bias, rows, batch, key, seq.k_len);
+    if (p.bias.ptr != nullptr) add_bias(s, p.bias, steps.unit, rows, batch, key, seq.k_len);
   }
 }
 
