@@ -53,6 +53,7 @@ FA_HD constexpr int dropout_lane(int i, int j) {
 struct DropoutMask {
   uint32_t seed_low, seed_high, offset, plane, keep_below;
 
+  DropoutMask() = default;
   FA_HD DropoutMask(const AttnParams& p, int batch, int head)
       : seed_low(static_cast<uint32_t>(p.dropout.philox[0])),
         seed_high(static_cast<uint32_t>(static_cast<uint64_t>(p.dropout.philox[0]) >> 32)),

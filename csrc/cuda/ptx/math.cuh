@@ -1,6 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Arithmetic of the special-function unit. One instruction a function.
+// Arithmetic that the language has no name for, and of the special-function unit. One instruction a
+// function.
 #pragma once
+
+#include <cstdint>
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 
 namespace flash_attn {
 
@@ -47,6 +53,26 @@ __device__ __forceinline__ float min_or_nan(float x, float y) {
 #else
   return x > y ? y : x;
 #endif
+}
+
+// cvt.rn.relu (sm_80; elsewhere by hand): two numbers to 16 bits, the first in the low half; 0 for
+// what is negative.
+__device__ __forceinline__ uint32_t pack_positive(__half, float low, float high) {
+#if __CUDA_ARCH__ >= 800
+  uint32_t r;
+  asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+#else
+  const __half2 pair = __floats2half2_rn(fmaxf(low, 0.0f), fmaxf(high, 0.0f));
+  return *reinterpret_cast<const uint32_t*>(&pair);
+#endif
+}
+__device__ __forceinline__ uint32_t pack_positive(__nv_bfloat16, float low, float high) {
+  uint32_t r = 0;
+#if __CUDA_ARCH__ >= 800
+  asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+#endif
+  return r;
 }
 
 }  // namespace flash_attn::ptx

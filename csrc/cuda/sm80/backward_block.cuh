@@ -23,8 +23,8 @@
 
 #include "cuda/ptx/barrier.cuh"
 #include "cuda/ptx/reduce.cuh"
+#include "cuda/sm80/backward_bias.cuh"
 #include "cuda/sm80/backward_products.cuh"
-#include "cuda/sm80/backward_scores.cuh"
 #include "cuda/sm80/backward_store.cuh"
 
 namespace flash_attn::sm80 {
@@ -113,8 +113,10 @@ struct BackwardBlock : BackwardStore<Element, Tile> {
   }
 
   // Role 0: dV of tile t.
-  template <int kColumnBlocks>
-  __device__ __forceinline__ void value_step(float (&dv)[T::kRowBlocks][kColumnBlocks][4], int t) {
+  template <class Held, int kColumnBlocks>
+  __device__ __forceinline__ void value_step(float (&dv)[T::kRowBlocks][kColumnBlocks][4],
+                                             Held& bias,
+                                             int t) {
     const int stage = t % T::kStages;
     constexpr int kEach = Pieces<0>::kPieces / T::kSubSteps;
     static_assert(kEach <= T::kHeadDim / 16 && kEach % Pieces<0>::kPanels == 0);
@@ -125,14 +127,13 @@ struct BackwardBlock : BackwardStore<Element, Tile> {
 #pragma unroll 1
     for (int sub = 0; sub < T::kSubSteps; ++sub) {
       const QueryStep& step = state.steps[t % 4];
-      const ScoreTile tile = score_tile(step, first_query(sub));
+      const ScoreTile tile = score_tile<Held>(step, first_query(sub));
       const bool full = step.bits == QueryStep::kFull;
       HiddenBits<T::kRowBlocks, T::kSubQueries / 8> hidden;
       const bool some_bits = !full && hidden.find(tile, step.bits);
       Scores s;
       zero(s);
-      if (kScore == Score::kGeneral && bias_first(tile))
-        add_bias(s, tile, static_cast<float>(1 / p.softmax_scale));
+      if constexpr (kScore == Score::kGeneral) begin_with_bias(s, bias, tile, t, sub);
       Pieces<0> next = this->template next_rows<0>(t, sub * kEach);
       add_scores<T::kHeadDim>(s, smem, smem + T::kQ + stage * T::kQBytes, first_query(sub),
                               [&](int k) {
@@ -140,7 +141,7 @@ struct BackwardBlock : BackwardStore<Element, Tile> {
                               });
       float2 lse[T::kSubQueries / 8];
       load_statistics(lse, stats(stage) + first_query(sub) * 4);
-      float factor = static_cast<float>(p.softmax_scale);
+      float factor = grid.numbers.scale;
       if constexpr (kScore == Score::kGeneral) {
         // The slopes of the softcap wait where P^T will go.
         const uint32_t rows = own_rows(sent_tile(t), first_query(sub));
@@ -155,7 +156,8 @@ struct BackwardBlock : BackwardStore<Element, Tile> {
       }
       if (!full) hide(s, tile);
       if (some_bits) hidden.apply(s);
-      if (kScore == Score::kGeneral && p.dropout.philox != nullptr) mark_dropped(s, tile);
+      if (kScore == Score::kGeneral && !Held::kByLane && p.dropout.philox != nullptr)
+        mark_dropped(s, tile, state.dropout);
       Operands a;
       send(a, s, t, first_query(sub));
       // Role 0 may be ahead of role 1 by as many substeps as there are barriers, no more.
@@ -174,9 +176,36 @@ struct BackwardBlock : BackwardStore<Element, Tile> {
     }
   }
 
+  // The bias as what the product is added to, where it may come first. Where keys lie by lane, that
+  // of the warp's next part is then on its way.
+  template <class Held>
+  __device__ __forceinline__ void begin_with_bias(
+      Scores& s, Held& bias, const ScoreTile& tile, int t, int sub) const {
+    if (!bias_first(tile)) return;
+    const float factor = grid.numbers.inverse;
+    if constexpr (!Held::kByLane) {
+      add_bias(s, tile, factor);
+    } else {
+      if (!bias.inside(tile)) {
+        add_bias(s, tile, factor);
+      } else {
+        if (!bias.held) bias.load(tile);
+        bias.take(s, p.bias, factor);
+      }
+      bias.held = false;
+      const bool last = sub + 1 == T::kSubSteps;
+      const QueryStep& step = state.steps[(t + (last ? 1 : 0)) % 4];
+      if (step.head < 0 || hidden(step)) return;
+      const ScoreTile next = score_tile<Held>(step, first_query(last ? 0 : sub + 1));
+      if (bias.inside(next)) bias.load(next);
+    }
+  }
+
+  template <class Held>
   __device__ __forceinline__ ScoreTile score_tile(const QueryStep& step, int query) const {
     const RowWeight* rows = state.huge ? grid.rows + step.line - step.begin : nullptr;
     return {p,
+            grid.numbers,
             state.batch,
             step.head,
             step.begin + query,
@@ -186,7 +215,9 @@ struct BackwardBlock : BackwardStore<Element, Tile> {
             state.mask.low,
             state.mask.high,
             state.seq.k_len - state.seq.q_len,
-            rows};
+            rows,
+            Held::kByLane ? T::kWarpKeys / 8 : 1,
+            Held::kByLane ? 1 : 8};
   }
 
   __device__ __forceinline__ static void load_statistics(float2 (&to)[T::kSubQueries / 8],
@@ -200,7 +231,7 @@ struct BackwardBlock : BackwardStore<Element, Tile> {
   // P^T as A operands, and to role 1: times the slopes of the softcap, negative where dropped.
   __device__ __forceinline__ void send(Operands& a, const Scores& prob, int t, int query) const {
     const uint32_t rows = own_rows(sent_tile(t), query);
-    if constexpr (kScore == Score::kPlain) {
+    if (kScore == Score::kPlain || (grid.numbers.cap == 0 && p.dropout.philox == nullptr)) {
 #pragma unroll
       for (int n = 0; n < T::kSubQueries / 16; ++n) {
 #pragma unroll
@@ -209,15 +240,15 @@ struct BackwardBlock : BackwardStore<Element, Tile> {
       }
       store_operands(rows, a);
     } else {
-      if (p.softcap > 0) __syncwarp();
+      if (grid.numbers.cap > 0) __syncwarp();
 #pragma unroll
       for (int n = 0; n < T::kSubQueries / 16; ++n) {
 #pragma unroll
         for (int r = 0; r < T::kRowBlocks; ++r)
           send_general(a[n][r], prob[r][2 * n], prob[r][2 * n + 1], rows + r * kRowBlockBytes, n);
       }
-      if constexpr (T::kTilesOfP == 2) store_operands(own_rows(smem + T::kP, query), a);
     }
+    if constexpr (T::kTilesOfP == 2) store_operands(own_rows(smem + T::kP, query), a);
   }
 
   __device__ __forceinline__ void send_general(uint32_t (&a)[4],
@@ -227,7 +258,7 @@ struct BackwardBlock : BackwardStore<Element, Tile> {
                                                int pair) const {
     uint32_t sent[4];
     to_operand<Element>(sent, left, right);
-    if (p.softcap > 0) {
+    if (grid.numbers.cap > 0) {
       uint32_t slopes[4];
       ptx::load_matrix_x4(slopes, operand_at<0>(rows_operand(rows), pair));
 #pragma unroll
@@ -242,7 +273,7 @@ struct BackwardBlock : BackwardStore<Element, Tile> {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const float* x = e < 2 ? &left[2 * e] : &right[2 * e - 4];
-      a[e] = pack_pair(Element(), fmaxf(x[0], 0.0f), fmaxf(x[1], 0.0f));
+      a[e] = ptx::pack_positive(Element(), x[0], x[1]);
     }
   }
 
@@ -304,7 +335,6 @@ struct BackwardBlock : BackwardStore<Element, Tile> {
   // no gradient, were dP infinite.
   __device__ __forceinline__ void make_score_gradient(
       Operands& ds, const Operands& sent, Scores& dp, int t, int query) const {
-    const float scale = static_cast<float>(p.dropout.scale);
     float2 delta[T::kSubQueries / 8];
     load_statistics(delta, stats(t % T::kStages) + T::kStatBytes + query * 4);
     if ((kScore == Score::kGeneral && p.bias.ptr != nullptr) ||
@@ -317,6 +347,23 @@ struct BackwardBlock : BackwardStore<Element, Tile> {
         if ((pair & 0x7fff0000u) == 0) dp[r][n][e % 2 * 2 + 1] = 0;
       }
     }
+    if (kScore == Score::kGeneral && p.dropout.philox != nullptr) {
+      const float scale = grid.numbers.dropout_scale;
+      score_gradients(ds, sent, dp, delta, [=](float prob, float x, float d) {
+        return dropped_gradient(prob, x, d, scale);
+      });
+    } else {
+      score_gradients(ds, sent, dp, delta,
+                      [](float prob, float x, float d) { return prob * (x - d); });
+    }
+  }
+
+  template <class Gradient>
+  __device__ __forceinline__ static void score_gradients(Operands& ds,
+                                                         const Operands& sent,
+                                                         const Scores& dp,
+                                                         const float2 (&delta)[T::kSubQueries / 8],
+                                                         const Gradient& gradient) {
 #pragma unroll
     for (int n = 0; n < T::kSubQueries / 8; ++n) {
 #pragma unroll
@@ -325,9 +372,8 @@ struct BackwardBlock : BackwardStore<Element, Tile> {
         for (int half = 0; half < 2; ++half) {
           const float2 prob = unpack_pair(Element(), sent[n / 2][r][n % 2 * 2 + half]);
           const float* x = &dp[r][n][2 * half];
-          ds[n / 2][r][n % 2 * 2 + half] =
-              pack_pair(Element(), score_gradient<kScore>(prob.x, x[0], delta[n].x, scale),
-                        score_gradient<kScore>(prob.y, x[1], delta[n].y, scale));
+          ds[n / 2][r][n % 2 * 2 + half] = pack_pair(Element(), gradient(prob.x, x[0], delta[n].x),
+                                                     gradient(prob.y, x[1], delta[n].y));
         }
       }
     }
@@ -404,13 +450,25 @@ struct BackwardBlock : BackwardStore<Element, Tile> {
       this->load_stats(state.steps[0], 0);
       this->load_queries(state.steps[0], 0);
     }
+    // Two loops, because what is held of the bias takes registers.
+    if (kRole == 0 && kScore == Score::kGeneral && grid.by_lane) {
+      run_tiles<kRole, HeldBias<T::kRowBlocks, T::kSubQueries / 8>>(acc);
+    } else {
+      run_tiles<kRole, NoHeldBias>(acc);
+    }
+    this->template write<kRole>(acc);
+  }
+
+  template <int kRole, class Held, int kColumnBlocks>
+  __device__ __forceinline__ void run_tiles(float (&acc)[T::kRowBlocks][kColumnBlocks][4]) {
+    Held bias;
     int t = 0;
     for (; state.steps[t % 4].head >= 0; ++t) {
       ptx::copy_async_wait<0>();
       barrier_all();
       this->remove_poison(t % T::kStages);
       if constexpr (kRole == 0) {
-        value_step(acc, t);
+        value_step(acc, bias, t);
         if (threadIdx.x == 0) this->advance(t + 2);
       } else {
         if (T::kStages == 2) query_step(t - 1);
@@ -432,7 +490,6 @@ struct BackwardBlock : BackwardStore<Element, Tile> {
       if (kRole == 1) query_step(t - 1);
       barrier_all();
     }
-    this->template write<kRole>(acc);
   }
 };
 

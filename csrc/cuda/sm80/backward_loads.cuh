@@ -3,6 +3,8 @@
 // on this one (backward_block.cuh).
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/ptx/barrier.cuh"
 #include "cuda/ptx/math.cuh"
 #include "cuda/ptx/shared.cuh"
@@ -38,13 +40,27 @@ struct BackwardLoads {
 
   __device__ __forceinline__ void barrier_all() const { ptx::barrier_sync(0, T::kThreads); }
 
+  // Where the rows of K and V lie in their tiles, and so those of dK and dV.
+  using KeyOrder =
+      std::conditional_t<kScore == Score::kPlain, KeysInOrder, KeysByLaneOrNot<T::kWarpKeys>>;
+  __device__ __forceinline__ KeyOrder key_order() const {
+    KeyOrder order;
+    if constexpr (kScore == Score::kGeneral) order.by_lane = grid.by_lane;
+    return order;
+  }
+
   // ---- loads
 
-  template <int kRows, int kDim>
-  __device__ __forceinline__ static void load(
-      uint32_t to, const TensorRef& t, int64_t offset, int live, int dim, bool whole) {
+  template <int kRows, int kDim, class Order = KeysInOrder>
+  __device__ __forceinline__ static void load(uint32_t to,
+                                              const TensorRef& t,
+                                              int64_t offset,
+                                              int live,
+                                              int dim,
+                                              bool whole,
+                                              Order order = {}) {
     load_rows<kRows, kDim, T::kThreads>(to, static_cast<const Element*>(t.ptr) + offset, t.row,
-                                        live, dim, whole);
+                                        live, dim, whole, order);
   }
 
   // The keys of a block, which its state need not know yet.
@@ -52,9 +68,9 @@ struct BackwardLoads {
     const int live = min(grid.block_n, seq.k_len - key);
     const int64_t k = seq.k_offset(p.k, key, head_k), v = seq.k_offset(p.v, key, head_k);
     load<T::kBlockN, T::kHeadDim>(smem, p.k, k, live, p.head_dim,
-                                  copies_whole_chunks<Element>(p.k, p.head_dim));
+                                  copies_whole_chunks<Element>(p.k, p.head_dim), key_order());
     load<T::kBlockN, T::kHeadDimV>(smem + T::kKBytes, p.v, v, live, p.head_dim_v,
-                                   copies_whole_chunks<Element>(p.v, p.head_dim_v));
+                                   copies_whole_chunks<Element>(p.v, p.head_dim_v), key_order());
     ptx::copy_async_commit();
   }
 

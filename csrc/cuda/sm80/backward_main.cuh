@@ -77,9 +77,12 @@ cudaError_t launch_tiles(const AttnParams& p, const BackwardGrid& grid, cudaStre
     using Narrow = BackwardTile<typename Tile::Narrow, Tile::kScore>;
     if (grid.block_n <= Narrow::kBlockN) return launch_tiles<Element, Narrow>(p, grid, stream);
   }
+  BackwardGrid with_order = grid;
+  with_order.by_lane =
+      Tile::kScore == Score::kGeneral && bias_by_lane<Tile::kWarpKeys>(p, grid.block_n);
   return launch_shared(backward_kernel<Element, Tile>,
                        int64_t{grid.slots} * p.heads_k * grid.splits, Tile::kThreads,
-                       Tile::kSmemBytes, stream, p, grid);
+                       Tile::kSmemBytes, stream, p, with_order);
 }
 
 // dk, dv and dq, those that are wanted; dq by a sum whose order is that of the blocks.
@@ -90,7 +93,7 @@ cudaError_t launch_main_kernel(const AttnParams& p,
                                cudaStream_t stream) {
   const int64_t slots = slot_count(p.seq_k, p.batch, p.seqlen_k, 1, plan.block_n);
   if (slots * p.heads_k * plan.num_splits > INT32_MAX) return cudaErrorInvalidConfiguration;
-  BackwardGrid grid = {};
+  BackwardGrid grid = {.numbers = ScoreNumbers(p)};
   grid.dq_accum = work.dq_accum;
   grid.dq_columns = round_up(p.head_dim, 16);
   grid.slots = static_cast<uint32_t>(slots);

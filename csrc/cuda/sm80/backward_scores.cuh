@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // From S^T = K Q^T to probabilities, when lse is known: what the backward kernel does to a warp's
 // scores, stage by stage, so that nothing branches inside a stage. Keys down, queries across:
-// element c of s[r][n] is key 16 r + 8 (c / 2) + lane / 4 and query 8 n + 2 (lane % 4) + c % 2 of
-// the warp's part.
+// element c of s[r][n] is row 16 r + 8 (c / 2) + lane / 4 and query 8 n + 2 (lane % 4) + c % 2 of
+// the warp's part. Rows are keys in order, or KeysByLane (tile/key_order.cuh).
 #pragma once
 
 #include "core/mask.h"
 #include "core/philox.h"
 #include "cuda/ptx/math.cuh"
 #include "cuda/ptx/shared.cuh"
-#include "cuda/sm80/backward_tile.h"
+#include "cuda/ptx/shuffle.cuh"
+#include "cuda/sm80/backward_state.cuh"
 #include "cuda/support/backward_prepare.cuh"
 #include "cuda/tile/fragment.cuh"
 #include "cuda/tile/operand.cuh"
@@ -23,16 +24,19 @@ using Fragment = float[kRowBlocks][kColumnBlocks][4];
 // What the stages know of a warp's part of a tile.
 struct ScoreTile {
   const AttnParams& p;
+  const ScoreNumbers& numbers;
   int batch, head;
-  int query, key;          // of the first row and column
+  int query, key;          // of the first column and row
   int query_end, key_end;  // queries and keys from here on are not this tile's
   int low, high;           // low <= key - query < high is visible (core/mask.h)
   int distance;            // seqlen_k - seqlen_q
   // Of each query of the head where lse has no room for log(l) (then m is what is called lse
   // below), else null.
   const RowWeight* rows;
+  int lane_keys, key_step;  // from lane / 4 to the next, and from row to row of a lane
 
-  __device__ __forceinline__ int lane_key() const { return key + threadIdx.x % 32 / 4; }
+  // A lane's first; it has lane_key() + key_step * (2 * r + c / 2).
+  __device__ __forceinline__ int lane_key() const { return key + threadIdx.x % 32 / 4 * lane_keys; }
   __device__ __forceinline__ int lane_query() const { return query + threadIdx.x % 4 * 2; }
 };
 
@@ -66,7 +70,7 @@ __device__ __forceinline__ void add_numbers(Fragment<kRowBlocks, kColumnBlocks>&
 #pragma unroll
         for (int k = 0; k < 2 * kRowBlocks; ++k) {
           float& x = s[k / 2][n][k % 2 * 2 + c];
-          x = fmaf(bias_number(row[8 * k]), factor, x);
+          x = fmaf(bias_number(row[tile.key_step * k]), factor, x);
         }
       }
     }
@@ -81,8 +85,8 @@ __device__ __forceinline__ void add_numbers(Fragment<kRowBlocks, kColumnBlocks>&
 #pragma unroll
       for (int k = 0; k < 2 * kRowBlocks; ++k) {
         float& x = s[k / 2][n][k % 2 * 2 + c];
-        if (live && tile.lane_key() + 8 * k < tile.key_end)
-          x = fmaf(bias_number(row[8 * k * across]), factor, x);
+        if (live && tile.lane_key() + tile.key_step * k < tile.key_end)
+          x = fmaf(bias_number(row[tile.key_step * k * across]), factor, x);
       }
     }
   }
@@ -105,13 +109,10 @@ __device__ __forceinline__ void add_bias(Fragment<kRowBlocks, kColumnBlocks>& s,
   }
 }
 
-// Whether the bias is what the product of K and Q is added to, divided by the scale, so that its
-// loads are under way together. Not with softcap between the two, nor where the division would
-// leave fp32: with a huge bias, which huge lse betray, or a scale that is no usual one.
+// Whether the bias is what the product of K and Q is added to, so that its loads are under way
+// together. Not a huge one, which huge lse betray.
 __device__ __forceinline__ bool bias_first(const ScoreTile& tile) {
-  const AttnParams& p = tile.p;
-  return p.bias.ptr != nullptr && p.softcap == 0 && tile.rows == nullptr &&
-         p.softmax_scale > 1e-6 && p.softmax_scale < 1e6;
+  return tile.numbers.inverse != 0 && tile.rows == nullptr;
 }
 
 // ---- features
@@ -160,7 +161,7 @@ __device__ __forceinline__ void add_alibi(Fragment<kRowBlocks, kColumnBlocks>& s
     for (int n = 0; n < kColumnBlocks; ++n) {
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
-        const float from_lane = static_cast<float>(8 * n + c % 2 - 16 * r - c / 2 * 8);
+        const float from_lane = static_cast<float>(8 * n + c % 2 - tile.key_step * (2 * r + c / 2));
         s[r][n][c] = fmaf(-slope, fabsf(away + from_lane), s[r][n][c]);
       }
     }
@@ -177,7 +178,8 @@ static __device__ __noinline__ uint32_t hidden_bits(const uint32_t* bits,
                                                     int block_q,
                                                     int block_k,
                                                     int query,
-                                                    int key,
+                                                    int lane_key,
+                                                    int key_step,
                                                     int query_end,
                                                     int key_end,
                                                     int first_chunk) {
@@ -188,7 +190,7 @@ static __device__ __noinline__ uint32_t hidden_bits(const uint32_t* bits,
   for (int at = 0; at < 32; ++at) {
     const int chunk = first_chunk + at / 8, e = at % 8;
     const int i = query + chunk % kAcross * 16 + e / 4 * 8 + lane % 4 * 2 + e % 2;
-    const int j = key + chunk / kAcross * 16 + e / 2 % 2 * 8 + lane / 4;
+    const int j = lane_key + key_step * (chunk / kAcross * 2 + e / 2 % 2);
     if (i >= query_end || j >= key_end) continue;
     const int in_block = j % block_k;
     const uint32_t word = bits[i % block_q * words + in_block / 32];
@@ -211,8 +213,9 @@ struct HiddenBits {
     const uint32_t* bits = spec.block_bits + int64_t{bit_tile} * spec.block_q * words;
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
-      word[w] = hidden_bits<kColumnBlocks>(bits, spec.block_q, spec.block_k, tile.query, tile.key,
-                                           tile.query_end, tile.key_end, 4 * w);
+      word[w] =
+          hidden_bits<kColumnBlocks>(bits, spec.block_q, spec.block_k, tile.query, tile.lane_key(),
+                                     tile.key_step, tile.query_end, tile.key_end, 4 * w);
     }
     return true;
   }
@@ -245,8 +248,8 @@ __device__ __forceinline__ void hide(Fragment<kRowBlocks, kColumnBlocks>& prob,
 #pragma unroll
     for (int e = 0; e < kRowBlocks * kColumnBlocks * 4; ++e) {
       const int r = e / 4 / kColumnBlocks, n = e / 4 % kColumnBlocks, c = e % 4;
-      if (static_cast<uint32_t>(first + 16 * r + c / 2 * 8 - 8 * n - c % 2) >= width)
-        prob[r][n][c] = 0;
+      const int key = tile.key_step * (2 * r + c / 2);
+      if (static_cast<uint32_t>(first + key - 8 * n - c % 2) >= width) prob[r][n][c] = 0;
     }
   }
   if (tile.key + kRows <= tile.key_end && tile.query + kColumns <= tile.query_end) return;
@@ -254,7 +257,8 @@ __device__ __forceinline__ void hide(Fragment<kRowBlocks, kColumnBlocks>& prob,
 #pragma unroll
   for (int e = 0; e < kRowBlocks * kColumnBlocks * 4; ++e) {
     const int r = e / 4 / kColumnBlocks, n = e / 4 % kColumnBlocks, c = e % 4;
-    if (16 * r + c / 2 * 8 >= keys || 8 * n + c % 2 >= queries) prob[r][n][c] = 0;
+    const int key = tile.key_step * (2 * r + c / 2);
+    if (key >= keys || 8 * n + c % 2 >= queries) prob[r][n][c] = 0;
   }
 }
 
@@ -277,13 +281,16 @@ static __device__ __noinline__ uint32_t dropped_slowly(DropoutMask mask, int que
   return dropped;
 }
 
-// Marks dropped probabilities by their sign (-0 is dropped too). A call of Philox serves queries i,
-// i + 8 and keys j, j + 8, j + 16, j + 24, which are a thread's. Tiles that begin between multiples
-// of 16 queries or 32 keys, which odd block masks make, go element by element.
+// Marks dropped probabilities by their sign (-0 is dropped too). mask: of head 0. A call of Philox
+// serves queries i, i + 8 and keys j, j + 8, j + 16, j + 24, which are a thread's. Tiles that begin
+// between multiples of 16 queries or 32 keys, which odd block masks make, go element by element.
 template <int kRowBlocks, int kColumnBlocks>
 __device__ __forceinline__ void mark_dropped(Fragment<kRowBlocks, kColumnBlocks>& prob,
-                                             const ScoreTile& tile) {
-  const DropoutMask mask(tile.p, tile.batch, tile.head);
+                                             const ScoreTile& tile,
+                                             DropoutMask mask) {
+  mask.seed_low = ptx::uniform(mask.seed_low);
+  mask.seed_high = ptx::uniform(mask.seed_high);
+  mask.plane += tile.head;
   const bool second = kRowBlocks == 1 && tile.key % 32 == 16;  // half of a call's keys
   if (tile.query % 16 != 0 || (tile.key % 32 != 0 && !second)) {
 #pragma unroll
@@ -300,6 +307,8 @@ __device__ __forceinline__ void mark_dropped(Fragment<kRowBlocks, kColumnBlocks>
     }
     return;
   }
+  // A lane as the high half of a word, whatever the low half is.
+  const uint32_t limit = mask.keep_below << 16;
 #pragma unroll
   for (int r = 0; r < kRowBlocks; r += 2) {
 #pragma unroll
@@ -309,12 +318,12 @@ __device__ __forceinline__ void mark_dropped(Fragment<kRowBlocks, kColumnBlocks>
         Philox4 lanes = mask.lanes(tile.lane_query() + 8 * n + c, tile.lane_key() + 16 * r);
         if (second) lanes.word[0] = lanes.word[1], lanes.word[2] = lanes.word[3];
 #pragma unroll
-        for (int e = 0; e < min_of(8, 4 * (kRowBlocks - r));
-             ++e) {  // e: 8 (query half), key eighth
+        for (int e = 0; e < 4 * min_of(2, kRowBlocks); ++e) {
           constexpr int kKeys = min_of(4, 2 * kRowBlocks);
-          const int half = e / kKeys, k = e % kKeys;
+          const int half = e / kKeys, k = e % kKeys;  // of the queries; of the keys, eight apart
+          const uint32_t word = lanes.word[2 * half + k / 2];
           float& x = prob[r + k / 2][n + half][k % 2 * 2 + c];
-          if (lanes.lane(4 * half + k) >= mask.keep_below) x = -x;
+          if ((k % 2 == 0 ? word << 16 : word) >= limit) x = -x;
         }
       }
     }
@@ -330,11 +339,11 @@ __device__ __forceinline__ float to_scores(Fragment<kRowBlocks, kColumnBlocks>& 
                                            const ScoreTile& tile,
                                            const Keep& keep) {
   const AttnParams& p = tile.p;
-  const float scale = static_cast<float>(p.softmax_scale);
+  const float scale = tile.numbers.scale, cap = tile.numbers.cap;
   const bool bias_last = p.bias.ptr != nullptr && !bias_first(tile);
-  if (p.softcap == 0 && p.alibi.slopes == nullptr && !bias_last) return scale;
-  if (p.softcap > 0) {
-    cap_scores<Element>(s, scale, static_cast<float>(p.softcap), keep);
+  if (cap == 0 && p.alibi.slopes == nullptr && !bias_last) return scale;
+  if (cap > 0) {
+    cap_scores<Element>(s, scale, cap, keep);
   } else {
 #pragma unroll
     for (int e = 0; e < kRowBlocks * kColumnBlocks * 4; ++e)
@@ -387,12 +396,11 @@ __device__ __forceinline__ void to_huge_probabilities(Fragment<kRowBlocks, kColu
   }
 }
 
-// One element of dS from what role 0 sent (a probability, times the slope of the softcap, negative
-// where dropped), dP and delta. `scale`: of dropout.
-template <Score kScore>
-__device__ __forceinline__ float score_gradient(float sent, float dp, float delta, float scale) {
-  if constexpr (kScore == Score::kPlain) return sent * (dp - delta);
-  return signbit(sent) ? sent * delta : sent * fmaf(dp, scale, -delta);
+// One element of dS under dropout from what role 0 sent (a probability, times the slope of the
+// softcap, negative where dropped), dP and delta. `scale`: of dropout.
+__device__ __forceinline__ float dropped_gradient(float sent, float dp, float delta, float scale) {
+  const float kept = fmaf(dp, scale, -delta);
+  return fabsf(sent) * (signbit(sent) ? -delta : kept);
 }
 
 }  // namespace flash_attn::sm80

@@ -4,12 +4,29 @@
 #pragma once
 
 #include "core/mask.h"
+#include "core/philox.h"
 #include "core/tiles.h"
 #include "cuda/sm80/backward_tile.h"
 #include "cuda/support/backward_prepare.cuh"
 #include "cuda/tile/load.cuh"
 
 namespace flash_attn::sm80 {
+
+// Numbers of the scores, converted once. `inverse`: 1 / scale where a bias may be what the product
+// of K and Q is added to, divided by the scale; else 0.
+struct ScoreNumbers {
+  float scale, inverse, cap, dropout_scale;
+
+  // Not with softcap between the two, nor where the division would leave fp32.
+  __host__ explicit ScoreNumbers(const AttnParams& p)
+      : scale(static_cast<float>(p.softmax_scale)),
+        inverse(0),
+        cap(static_cast<float>(p.softcap)),
+        dropout_scale(static_cast<float>(p.dropout.scale)) {
+    const bool usual = p.softmax_scale > 1e-6 && p.softmax_scale < 1e6;
+    if (p.bias.ptr != nullptr && p.softcap == 0 && usual) inverse = 1 / scale;
+  }
+};
 
 // What the launcher adds to the problem.
 struct BackwardGrid {
@@ -27,6 +44,8 @@ struct BackwardGrid {
   // is (batch, row, head_k).
   int splits, tile_splits;  // of all; of the tiles of one head
   float *dk_partial, *dv_partial;
+  ScoreNumbers numbers;
+  bool by_lane;  // kGeneral only: how keys lie in their tiles, for the sake of the bias
 };
 
 // A tile of the walk: queries [begin, end) of a query head; no more tiles when head is -1. Offsets
@@ -56,6 +75,7 @@ struct BackwardState {
   int head, head_end;        // query heads still to come: [head, head_end)
   int64_t q, dout, line;     // of query 0 of `head`, as in QueryStep
   QTiles tiles;              // of `head`
+  DropoutMask dropout;       // of head 0, if there is any
 
   __device__ __forceinline__ BackwardState(const AttnParams& p,
                                            const BackwardGrid& grid,
@@ -76,7 +96,9 @@ struct BackwardState {
         dout_whole(copies_whole_chunks<Element>(p.grad.dout, p.head_dim_v)),
         head(first_head(p, grid, head_, split_, 0)),
         head_end(first_head(p, grid, head_, split_, 1)),
-        tiles(begin_head(p, grid)) {}
+        tiles(begin_head(p, grid)) {
+    if (p.dropout.philox != nullptr) dropout = DropoutMask(p, b, 0);
+  }
 
   // Everything but the steps, and what was found.
   __device__ __forceinline__ void take(const BackwardState& from, const BackwardFindings& found) {
@@ -90,6 +112,7 @@ struct BackwardState {
     head = from.head, head_end = from.head_end;
     q = from.q, dout = from.dout, line = from.line;
     tiles = from.tiles;
+    dropout = from.dropout;
   }
 
   // Of the slice of the heads that read a key head, or of the slice after it.

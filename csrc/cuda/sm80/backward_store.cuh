@@ -51,7 +51,8 @@ struct BackwardStore : BackwardLoads<Element, Tile> {
     ptx::barrier_sync(1 + kRole, T::kRoleWarps * 32);
     store_tile_rows<T::kBlockN, T::kBlockN, kDim, T::kRoleWarps * 32>(
         tile, static_cast<Element*>(t.ptr) + state.seq.k_offset(t, state.key_begin, state.head_k),
-        t.row, state.key_end - state.key_begin, dim, copies_whole_chunks<Element>(t));
+        t.row, state.key_end - state.key_begin, dim, copies_whole_chunks<Element>(t),
+        Base::key_order());
   }
 
   // The sum of one slice of the query tiles.
@@ -65,7 +66,8 @@ struct BackwardStore : BackwardLoads<Element, Tile> {
     for (int r = 0; r < T::kRowBlocks; ++r) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int key = state.key_begin + key_warp * T::kWarpKeys + 16 * r + 8 * half + lane / 4;
+        const int row_in_tile = key_warp * T::kWarpKeys + 16 * r + 8 * half + lane / 4;
+        const int key = state.key_begin + Base::key_order().row_key(row_in_tile);
         if (key >= state.key_end) continue;
         const int64_t line = key_row(p, state.seq, state.head_k, key);
         float* to = partial + state.split * accumulator_size(key_rows(p), columns) +

@@ -34,7 +34,26 @@ struct KeysByThread {
   }
 };
 
-// Either of them, as the problem asks for.
+// Of the backward pass, where keys go down and each kKeys of them are a warp's: a thread has
+// kKeys / 8 neighbouring ones, for the same reason. Additive as above.
+template <int kKeys>
+struct KeysByLane {
+  FA_HD static constexpr int row_key(int r) {
+    return r / kKeys * kKeys + r % 8 * (kKeys / 8) + r % kKeys / 8;
+  }
+};
+
+// That one or none.
+template <int kKeys>
+struct KeysByLaneOrNot {
+  bool by_lane;
+
+  __device__ __forceinline__ int row_key(int r) const {
+    return by_lane ? KeysByLane<kKeys>::row_key(r) : r;
+  }
+};
+
+// KeysByThread or KeysInOrder, as the problem asks for.
 template <int kKeys>
 struct KeysEither {
   bool by_thread;

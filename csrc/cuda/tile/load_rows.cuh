@@ -11,43 +11,51 @@
 namespace flash_attn {
 
 // Rows that are not aligned.
-template <int kRows, int kDim, int kThreads, class Element>
+template <int kRows, int kDim, int kThreads, class Element, class Order = KeysInOrder>
 __device__ __forceinline__ void load_rows_slowly(
-    uint32_t smem, const Element* source, int64_t stride, int live, int dim) {
+    uint32_t smem, const Element* source, int64_t stride, int live, int dim, Order order = {}) {
   constexpr int kChunks = kDim / kChunk;
 #pragma unroll 1
   for (int at = static_cast<int>(here(threadIdx.x)) % kThreads; at < kRows * kChunks;
        at += kThreads) {
     const int row = at / kChunks, chunk = at % kChunks;
-    const Element* from = row < live ? source + row * stride + chunk * kChunk : nullptr;
+    const int key = order.row_key(row);
+    const Element* from = key < live ? source + key * stride + chunk * kChunk : nullptr;
     load_chunk_slowly(smem + tile_offset<kRows>(row, chunk), from, dim - chunk * kChunk);
   }
 }
 
 // Rows [0, live) at `source`, `stride` elements apart, -> a (kRows, kDim) tile; the other rows, and
 // columns from `dim` on, become zero and are not read. Asynchronous: the caller commits and waits.
-template <int kRows, int kDim, int kThreads, class Element>
-__device__ __forceinline__ void load_rows(
-    uint32_t smem, const Element* source, int64_t stride, int live, int dim, bool whole_chunks) {
+// Row r of the tile is row order.row_key(r).
+template <int kRows, int kDim, int kThreads, class Element, class Order = KeysInOrder>
+__device__ __forceinline__ void load_rows(uint32_t smem,
+                                          const Element* source,
+                                          int64_t stride,
+                                          int live,
+                                          int dim,
+                                          bool whole_chunks,
+                                          Order order = {}) {
   if (!whole_chunks) {
-    load_rows_slowly<kRows, kDim, kThreads>(smem, source, stride, live, dim);
+    load_rows_slowly<kRows, kDim, kThreads>(smem, source, stride, live, dim, order);
     return;
   }
   constexpr int kStep = kThreads / kPanelChunks;  // rows of a panel at once
   static_assert(kRows % kStep == 0 && kStep % 8 == 0, "the swizzle of a row depends on row % 8");
   const int thread = static_cast<int>(here(threadIdx.x));
   const int chunk = thread % kPanelChunks, first = thread / kPanelChunks;
-  const Element* from = source + first * stride + chunk * kChunk;
+  const int first_key = order.row_key(first);
+  const Element* from = source + first_key * stride + chunk * kChunk;
   const uint32_t to = smem + tile_offset<kRows>(first, chunk);
 #pragma unroll
   for (int r = 0; r < kRows; r += kStep) {
 #pragma unroll
     for (int panel = 0; panel < kDim / kPanelColumns; ++panel) {
-      ptx::copy_async_16_if(true, to + panel * (kRows * 128) + r * 128,
-                            from + panel * kPanelColumns,
-                            first + r < live && panel * kPanelColumns < dim - chunk * kChunk);
+      ptx::copy_async_16_if(
+          true, to + panel * (kRows * 128) + r * 128, from + panel * kPanelColumns,
+          first_key + order.row_key(r) < live && panel * kPanelColumns < dim - chunk * kChunk);
     }
-    from += kStep * stride;
+    from += (order.row_key(r + kStep) - order.row_key(r)) * stride;
   }
 }
 

@@ -3,23 +3,35 @@
 #pragma once
 
 #include "cuda/ptx/shared.cuh"
+#include "cuda/tile/key_order.cuh"
 #include "cuda/tile/swizzle.cuh"
 
 namespace flash_attn {
 
 // The first `rows` of kRows rows at `tile`, which lie in a tile of kTileRows, their first `dim`
 // columns, by kThreads threads that count from a multiple of kThreads on. What they read must have
-// been synchronised.
-template <int kTileRows, int kRows, int kDim, int kThreads, class Element>
-__device__ __forceinline__ void store_tile_rows(
-    uint32_t tile, Element* to, int64_t stride, int rows, int dim, bool whole_chunks) {
+// been synchronised. Row r of the tile is row order.row_key(r).
+template <int kTileRows,
+          int kRows,
+          int kDim,
+          int kThreads,
+          class Element,
+          class Order = KeysInOrder>
+__device__ __forceinline__ void store_tile_rows(uint32_t tile,
+                                                Element* to,
+                                                int64_t stride,
+                                                int rows,
+                                                int dim,
+                                                bool whole_chunks,
+                                                Order order = {}) {
   constexpr int kChunks = kDim / kChunk;
 #pragma unroll 4
   for (int at = threadIdx.x % kThreads; at < kRows * kChunks; at += kThreads) {
     const int row = at / kChunks, chunk = at % kChunks, column = chunk * kChunk;
-    if (row >= rows || column >= dim) continue;
+    const int key = order.row_key(row);
+    if (key >= rows || column >= dim) continue;
     const uint4 value = ptx::load_shared_16(tile + tile_offset<kTileRows>(row, chunk));
-    Element* address = to + row * stride + column;
+    Element* address = to + key * stride + column;
     if (whole_chunks && column + kChunk <= dim) {
       *reinterpret_cast<uint4*>(address) = value;
       continue;
