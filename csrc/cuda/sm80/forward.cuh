@@ -165,11 +165,11 @@ __global__ void __launch_bounds__(Tile::kWarps * 32, blocks_per_sm<Tile>())
       ptx::copy_async_wait<0>();
     __syncthreads();
     if constexpr (sizeof(Element) == 2 && kThreads >= 64) {
-      if (!first && state.even && state.tiles[stage].full) {
-        bool taken;
+      if (!first && state.even) {
+        bool taken = state.tiles[stage].full;
         if constexpr (kScore == Score::kPlain) {
-          taken =
-              whole_tiles<Element, Tile>(p, grid, state, position, stage, at, k_smem, out, softmax);
+          taken = taken && whole_tiles<Element, Tile>(p, grid, state, position, stage, at, k_smem,
+                                                      out, softmax);
         } else {
           taken = feature_tiles<Element, Tile>(p, grid, state, position, stage, at, warp_row,
                                                k_smem, out, softmax);

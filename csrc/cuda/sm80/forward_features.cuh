@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // The loop over key tiles of the forward kernels with features (kGeneral, 16 bits), for as long as
-// tiles hide nothing and lie evenly in memory: nearly all tiles of nearly all problems. What is
-// rare, and what a tile of another kind needs, is left to the loop of forward.cuh.
+// keys lie evenly in memory and nothing but the window hides any: nearly all tiles of nearly all
+// problems. What is rare is left to the loop of forward.cuh.
 #pragma once
 
 #include "cuda/sm80/forward_block.cuh"
@@ -87,7 +87,16 @@ struct NoBias {
                                       int) const {}
 };
 
-// As whole_tiles (forward.cuh), with features; keys in the given order.
+// Whether the loop takes a tile: all its keys exist, and nothing but the window hides any.
+template <class Element, class Tile>
+__device__ __forceinline__ bool loop_takes(const ForwardState<Element, Tile>& state,
+                                           const KvTile& tile) {
+  const int key = tile.n * Tile::kBlockN;
+  return tile.full ||
+         (tile.bits < 0 && key >= state.keys.first && key + Tile::kBlockN <= state.keys.end);
+}
+
+// As whole_tiles (forward.cuh), with features and windows; keys in the given order.
 template <class Order, class Element, class Tile, class Ahead, class Drop, int kRowBlocks>
 __device__ __forceinline__ bool feature_loop(const AttnParams& p,
                                              const ForwardGrid& grid,
@@ -105,51 +114,58 @@ __device__ __forceinline__ bool feature_loop(const AttnParams& p,
   constexpr uint32_t kKBytes = sizeof(Element) * kBlockN * Tile::kHeadDim;
   constexpr uint32_t kVBytes = sizeof(Element) * kBlockN * Tile::kHeadDimV;
   const int column0 = state.task.slice * Tile::kHeadDimV, low = state.full_low;
-  const WholeTiles<Element, kBlockN, Tile::kHeadDim, kThreads, Order> k_tiles(state.keys.k, p.k.row,
-                                                                              p.head_dim);
-  const WholeTiles<Element, kBlockN, Tile::kHeadDimV, kThreads, Order> v_tiles(
-      state.keys.v + column0, p.v.row, p.head_dim_v - column0);
+  using Keys = WholeTiles<Element, kBlockN, Tile::kHeadDim, kThreads, Order>;
+  using Values = WholeTiles<Element, kBlockN, Tile::kHeadDimV, kThreads, Order>;
   const int batch = state.task.batch;
   const SeqInfo& seq = state.seq;
-  int n = state.tiles[stage].n;
+  KvTile tile = state.tiles[stage];
   bool any = false;
   while (true) {
     KvTile next = {position - 1, true, -1};
     int from = position - 1;  // its position
     bool more = true;
-    if (from < low) {
+    if (!tile.full || from < low) {
       KvTiles walk = state.walk;
       walk.walk.resume(position);
       more = walk.next(next);
-      if (more && !next.full) return any;
+      if (more && !loop_takes(state, next)) return any;
       from = more ? walk.walk.position() : kWalked;
     }
     if (any) {
       ptx::copy_async_wait<0>();
       __syncthreads();
     } else {
-      ahead.load(p.bias, n * kBlockN);
+      ahead.load(p.bias, tile.n * kBlockN);
     }
     if (more) {
-      k_tiles.load(k_smem + (stage ^ 1) * kKBytes, int64_t{next.n} * kBlockN);
-      v_tiles.load(k_smem + 2 * kKBytes + (stage ^ 1) * kVBytes, int64_t{next.n} * kBlockN);
+      Keys(state.keys.k, p.k.row, p.head_dim)
+          .load(k_smem + (stage ^ 1) * kKBytes, next.n * kBlockN);
+      Values(state.keys.v + column0, p.v.row, p.head_dim_v - column0)
+          .load(k_smem + 2 * kKBytes + (stage ^ 1) * kVBytes, next.n * kBlockN);
       ptx::copy_async_commit();
       if (threadIdx.x == 0) state.tiles[stage ^ 1] = next;
     }
-    const int key = n * kBlockN;
-    drop.draw(key);
-    float s[kRowBlocks][kBlockN / 8][4];
-    warp_matmul_qk<Element, Tile::kHeadDim, kBlockN, kBlockN, Tile::kBlockM, Tile::kAhead>(
-        s, at.q, at.k + stage * kKBytes);
-    if (grid.steps.any) {
-      apply_steps<Element, Order>(s, p, grid.steps, warp, seq, batch, key, !Ahead::kHides);
+    const int key = tile.n * kBlockN;
+    if (tile.full || state.sees(threadIdx.x / 32, key, kBlockN)) {
+      drop.draw(key);
+      float s[kRowBlocks][kBlockN / 8][4];
+      warp_matmul_qk<Element, Tile::kHeadDim, kBlockN, kBlockN, Tile::kBlockM, Tile::kAhead>(
+          s, at.q, at.k + stage * kKBytes);
+      if (grid.steps.any) {
+        apply_steps<Element, Order>(s, p, grid.steps, warp, seq, batch, key,
+                                    tile.full && !Ahead::kHides);
+      }
+      ahead.add(s, p.bias, grid.steps.unit, key);
+      if (more) ahead.load(p.bias, next.n * kBlockN);
+      if (!tile.full && !state.sees_all(threadIdx.x / 32, key, kBlockN))
+        apply_window<Order>(s, warp, key);
+      softmax.step(s, out, grid.scale);
+      drop.apply(s);
+      add_values<Element, Tile>(out, s, at.v + stage * kVBytes);
+    } else if (more) {
+      ahead.load(p.bias, next.n * kBlockN);
     }
-    ahead.add(s, p.bias, grid.steps.unit, key);
-    n = next.n;
-    if (more) ahead.load(p.bias, n * kBlockN);
-    softmax.step(s, out, grid.scale);
-    drop.apply(s);
-    add_values<Element, Tile>(out, s, at.v + stage * kVBytes);
+    tile = next;
     position = from;
     stage ^= 1;
     any = true;
@@ -170,6 +186,7 @@ __device__ __forceinline__ bool feature_tiles(const AttnParams& p,
                                               float (&out)[kRowBlocks][Tile::kHeadDimV / 8][4],
                                               Softmax<Element, kRowBlocks>& softmax) {
   constexpr int kColumns = Tile::kBlockN / 8;
+  if (!loop_takes(state, state.tiles[stage])) return false;
   const WarpRows warp = state.warp_rows(warp_row);
   const bool dropout = p.dropout.philox != nullptr;
   if (grid.by_thread) {
