@@ -29,9 +29,14 @@ _NUM_FORWARD, _NUM_BACKWARD = 29, 31
 def attend(arguments: tuple) -> tuple[Tensor, Tensor]:
     """The operator `forward`, differentiable. Takes its arguments in its order; returns (out,
     lse)."""
+    transformed = torch._C._are_functorch_transforms_active()
     if torch.compiler.is_compiling():
-        return _ops.forward(*arguments)
-    if torch._C._are_functorch_transforms_active():
+        mapped = transformed and torch._C._functorch.is_batchedtensor(arguments[0])
+        if forward_ad._current_level < 0 and (mapped or not transformed):
+            return _ops.forward(*arguments)
+        # In a graph the operator would lose tangents unnoticed: what follows is for eager mode.
+        torch._dynamo.graph_break("flash_attn: derivatives by torch.func are for eager mode")
+    if transformed:
         _refuse_nested_forward_mode()
         return FunctorchAttention.apply(*arguments)
     differentiated = torch.is_grad_enabled() and _wants_gradient(*arguments[:12])

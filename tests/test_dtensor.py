@@ -128,5 +128,5 @@ def process(rank, store):
     dist.destroy_process_group()
 
 
-def test_dtensor_two_processes(tmp_path):
+def test_bc69_dtensor_in_two_processes(tmp_path):
     torch.multiprocessing.spawn(process, (str(tmp_path / "store"),), 2)

@@ -110,6 +110,32 @@ def test_forward_mode_twice_is_refused():
         torch.func.jvp(lambda x: torch.func.jvp(loss, (x,), (t,))[1], (q,), (t,))
 
 
+def test_jvp_inside_a_compiled_function(device):
+    """Left to eager mode, where a graph would lose the tangents; an error with fullgraph."""
+    torch.compiler.reset()
+    loss, plain, q, t = losses(device)
+
+    def run(q, t):
+        return torch.func.jvp(loss, (q,), (t,))[1]
+
+    found = torch.compile(run, backend="eager")(q, t)
+    expected = torch.func.jvp(plain, (q,), (t,))[1]
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+    torch.compiler.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="graph_break"):
+        torch.compile(run, backend="eager", fullgraph=True)(q, t)
+
+
+def test_vmap_inside_a_graph(device):
+    torch.compiler.reset()
+    q = torch.randn(3, 1, 6, 2, 8, device=device)
+
+    def run(q):
+        return torch.vmap(lambda x: flash_attn.flash_attn_func(x, x, x, causal=True))(q)
+
+    torch.testing.assert_close(torch.compile(run, backend="eager", fullgraph=True)(q), run(q))
+
+
 def test_hvp_of_slopes(device, few_rows):
     """Through ALiBi's slopes and the inputs together, in fp32."""
     q, k, v = (torch.randn(2, 7, 2, 8, device=device, requires_grad=True) for _ in "qkv")
