@@ -107,7 +107,12 @@ def _served(query: Tensor, value: Tensor) -> bool:
         return False
     if query.dtype not in (*_HALF, torch.float32):
         return False
-    return query.dtype == torch.float16 or torch.cuda.get_device_capability(query.device)[0] >= 8
+    return query.dtype == torch.float16 or _capability(query.device) >= 8
+
+
+@functools.cache
+def _capability(device: torch.device) -> int:
+    return torch.cuda.get_device_capability(device)[0]
 
 
 # ---- one call in the package's layout, (batch, seqlen, heads, head_dim)
