@@ -209,8 +209,9 @@ class RotaryEmbedding(torch.nn.Module):
         """Makes the tables reach seqlen; they are made anew for another device or dtype."""
         found = self._cos_cached
         if found is not None and seqlen <= self._seq_len_cached:
-            kept = found.is_inference() and self.training
-            if found.device == device and found.dtype == dtype and not kept:
+            # Tables of inference mode cannot be saved for a backward pass. Dynamo cannot ask.
+            unfit = self.training and not torch.compiler.is_compiling() and found.is_inference()
+            if found.device == device and found.dtype == dtype and not unfit:
                 return
         self._seq_len_cached = seqlen
         positions = torch.arange(seqlen, device=device, dtype=torch.float32)

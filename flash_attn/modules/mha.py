@@ -336,11 +336,7 @@ class MHA(nn.Module):
     def _tables(self, length: int, like: Tensor) -> tuple[Tensor, ...]:
         """cos and sin of the queries' and of the keys' rotation, (length or more, dim / 2)."""
         rotary = self.rotary_emb
-        made, kind = rotary._cos_cached, (like.device, like.dtype)
-        # Dynamo cannot trace what asks whether the tables are inference tensors.
-        known = torch.compiler.is_compiling() and made is not None and len(made) >= length
-        if not (known and (made.device, made.dtype) == kind):
-            rotary._update_cos_sin_cache(length, *kind)
+        rotary._update_cos_sin_cache(length, device=like.device, dtype=like.dtype)
         tables = rotary._cos_cached, rotary._sin_cached
         if rotary.scale is None:
             return *tables, *tables
