@@ -26,6 +26,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import attention
 
 from .. import _checks, _ops
 from .._philox import draw_seed, realised_dropout
@@ -36,7 +37,6 @@ _HALF = (torch.float16, torch.bfloat16)
 
 def register() -> bool:
     """Makes the name known to torch.nn.attention; whether this torch can take one."""
-    attention = torch.nn.attention
     if not hasattr(attention, "register_flash_attention_impl"):
         return False
     attention.register_flash_attention_impl(NAME, register_fn=activate)
