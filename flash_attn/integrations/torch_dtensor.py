@@ -8,7 +8,7 @@
 Attention runs without communication on inputs sharded along
 
     the batch   dense calls; bias, slopes and block masks with a batch dimension likewise
-    the heads   where the mesh dimension divides num_heads_k; dense and packed calls
+    the heads   where the number of shards divides num_heads_k; dense and packed calls
 
 and so does its backward pass; gradients of what the shards share come out as partial sums. Any
 other placement is first redistributed to a replicated one. All tensor arguments must be DTensors,
@@ -56,13 +56,17 @@ def _shared(dim: int, arguments) -> list:
 
 def _dims(arguments) -> list[int]:
     """Along what a call may be sharded: 0 for the batch, 1 for the heads."""
-    q, k = arguments[:2]
+    q, k, v = arguments[:3]
     if arguments[_PHILOX] is not None:
         return []
     packed = arguments[_CU_SEQLENS] is not None
     cached = any(x is not None for x in arguments[_CACHE])
     dims = [] if packed or cached else [0]
-    if all(k.shape[-2] % size == 0 for size in q.mesh.shape):
+    # Only as they come: further splits of the heads might tear the groups that share a key head.
+    shards = 1
+    for size, *places in zip(q.mesh.shape, q.placements, k.placements, v.placements, strict=True):
+        shards *= size if any(place.is_shard(q.ndim - 2) for place in places) else 1
+    if shards > 1 and k.shape[-2] % shards == 0:
         dims.append(1)
     return dims
 
