@@ -15,7 +15,12 @@ from hf_models import (  # noqa: E402
     check_exact,
     generate,
 )
-from transformers.masking_utils import sliding_window_causal_mask_function  # noqa: E402
+from transformers.masking_utils import (  # noqa: E402
+    and_masks,
+    causal_mask_function,
+    sdpa_mask,
+    sliding_window_causal_mask_function,
+)
 
 from flash_attn.integrations.transformers import (  # noqa: E402
     attention_forward,
@@ -134,7 +139,7 @@ def test_hf_autocast_and_checkpointing(name):
 
 
 def test_hf_masks_are_cheap(name):
-    """None without padding, two dimensions with it: nothing of size queries x keys."""
+    """None without padding, nothing of size queries x keys with it or with a window."""
     sizes = {"batch_size": 2, "q_length": 5, "kv_length": 9}
     assert make_mask(**sizes, q_offset=4) is None
     pad = torch.ones(2, 9, dtype=torch.bool)
@@ -144,12 +149,40 @@ def test_hf_masks_are_cheap(name):
     assert make_mask(**sizes, q_offset=4, attention_mask=pad).shape == (2, 9)
     # Queries that do not stand at the end of the keys (a static cache) need the whole mask.
     assert make_mask(**sizes, q_offset=1).shape == (2, 1, 5, 9)
-    # A window that reaches every key is none.
+    # A window that reaches every key is none; a shorter one is a number where a token is real.
     sizes |= {"q_offset": 4, "mask_function": sliding_window_causal_mask_function(9)}
-    assert make_mask(**sizes, local_size=9) is None
-    assert make_mask(**sizes, local_size=9, allow_is_causal_skip=False).shape == (2, 1, 5, 9)
-    sizes["mask_function"] = sliding_window_causal_mask_function(8)
-    assert make_mask(**sizes, local_size=8).shape == (2, 1, 5, 9)
+    assert make_mask(**sizes) is None
+    assert make_mask(**sizes, attention_mask=pad).dim() == 4
+    sizes["mask_function"] = sliding_window_causal_mask_function(4)
+    assert make_mask(**sizes).tolist() == [[[[4]]]]
+    padded = make_mask(**sizes, attention_mask=pad)
+    assert padded[:, 0, 0].tolist() == [[0, 0, *[4] * 7], [4] * 9]
+    sizes["mask_function"] = and_masks(sizes["mask_function"], causal_mask_function)
+    assert make_mask(**sizes).shape == (2, 1, 5, 9)
+
+
+# Queries, keys, and how many tokens came before the first query and the first key.
+@pytest.mark.parametrize("sizes", [(9, 9, 0, 0), (3, 9, 6, 0), (3, 7, 8, 4), (1, 4, 10, 7)])
+@pytest.mark.parametrize("told", [True, False], ids=["told", "untold"])
+def test_hf_windows(sizes, told, name):
+    """A window by the mask, whether or not the layer says it too; whole, or a step of a cache."""
+    names = ("q_length", "kv_length", "q_offset", "kv_offset")
+    sizes = dict(zip(names, sizes, strict=True)) | {"batch_size": 2}
+    q, k, v = (torch.randn(2, 3, sizes[x], 16) for x in ("q_length", "kv_length", "kv_length"))
+    pad = torch.ones(2, sizes["kv_offset"] + sizes["kv_length"], dtype=torch.bool)
+    pad[0, : sizes["kv_offset"] + 2] = False
+    sizes["mask_function"] = sliding_window_causal_mask_function(4)
+    module = torch.nn.Module()
+    module.is_causal = True
+    for padding in (None, pad):
+        mask = make_mask(**sizes, attention_mask=padding)
+        whole = sdpa_mask(**sizes, attention_mask=padding, allow_is_causal_skip=False)
+        window = {"sliding_window": 4} if told else {}
+        found, _ = attention_forward(module, q, k, v, mask, **window)
+        expected, _ = attention_forward(module, q, k, v, whole)
+        assert mask is None or mask.numel() <= 2 * sizes["kv_length"]
+        seen = whole.any(-1)[:, 0]
+        torch.testing.assert_close(found[seen], expected[seen])
 
 
 def test_hf_sinks_softcap_and_bias(name):

@@ -9,11 +9,14 @@ functions are registered under one name: the attention, and the maker of its mas
 transformers drops the padding in silence). The maker gives the cheapest mask that says the same:
 
     None             causal or unmasked, nothing padded: the kernels' own mask
-    (batch, keys)    padding alone: a boolean bias that is never expanded to (queries, keys)
-    4-D              anything else (packed positions, static caches, overlays, windows: some models
-                     tell a window by the mask alone)
+    (batch, keys)    padding alone, bool: a bias that is never expanded to (queries, keys)
+    4-D, int32       a sliding window: (batch, 1, 1, keys), 0 where padded, else the window; or,
+                     with nothing padded, (1, 1, 1, 1). Some models say their window nowhere else,
+                     and transformers hands a 4-D mask on as it is
+    4-D, bool        anything else (packed positions, static caches, overlays)
 
-A 4-D mask, boolean or additive, says everything: causal and window are then not applied again.
+Another 4-D mask, boolean or additive, says everything: causal and window are then not applied
+again.
 Without a mask, packed rows may come with their lengths (`cu_seq_lens_q`, `cu_seq_lens_k`).
 """
 
@@ -32,6 +35,7 @@ try:
         bidirectional_mask_function,
         causal_mask_function,
         sdpa_mask,
+        sliding_window_causal_mask_function,
     )
 except ImportError as error:
     raise ImportError(
@@ -41,6 +45,11 @@ except ImportError as error:
 
 # transformers takes a name with one of these for an implementation of its own or a hub kernel.
 _RESERVED = ("flash", "sdpa", "flex_attention", "eager", "paged", "/", "|")
+
+
+# Functions of the kinds that a sliding window's mask function is made of.
+_BOTH = sliding_window_causal_mask_function(1)
+_OVERLAY = _BOTH.__closure__[0].cell_contents[0]
 
 
 def register(name: str = "exact_attention") -> str:
@@ -74,8 +83,6 @@ def make_mask(
     kv_offset: int = 0,
     mask_function: Callable = causal_mask_function,
     attention_mask: Tensor | None = None,
-    local_size: int | None = None,
-    allow_is_causal_skip: bool = True,
     **others,
 ) -> Tensor | None:
     """The mask of one forward pass, as transformers asks for it.
@@ -88,23 +95,27 @@ def make_mask(
         kv_offset: position of the first key.
         mask_function: (batch, head, query, key) -> visible.
         attention_mask: (batch, seen tokens), True where a token is real.
-        local_size: of a window or a chunk, which mask_function holds.
-        allow_is_causal_skip: mask_function is causal, windowed or chunked, and nothing more.
         **others: what only a 4-D mask needs.
     Returns:
-        None, a (batch, kv_length) boolean mask, or a 4-D boolean one; see the top of this file.
+        One of the masks at the top of this file.
     """
-    causal = mask_function is causal_mask_function
-    if local_size is not None and allow_is_causal_skip:
-        causal = kv_length <= local_size  # a window that hides nothing
+    window = _sliding_window(mask_function)
+    causal = mask_function is causal_mask_function or window is not None
     # Our causal mask is aligned to the last query and the last key: those must be one position.
     aligned = not isinstance(q_offset, Tensor) and q_offset + q_length == kv_offset + kv_length
     if (causal and aligned) or mask_function is bidirectional_mask_function:
-        if attention_mask is None:
-            return None
-        padding = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
-        if padding.shape[1] == kv_length:
-            return None if _readable(padding) and bool(padding.all()) else padding
+        padding = None
+        if attention_mask is not None:
+            padding = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
+        if padding is None or padding.shape[1] == kv_length:
+            if padding is not None and _readable(padding) and bool(padding.all()):
+                padding = None
+            if window is None or (padding is None and window >= kv_length):
+                return padding
+            if padding is not None:
+                return padding.int()[:, None, None, :] * window
+            device = others.get("device", "cpu")
+            return torch.full((1, 1, 1, 1), window, dtype=torch.int32, device=device)
     others |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     return sdpa_mask(
         batch_size=batch_size,
@@ -116,6 +127,24 @@ def make_mask(
         attention_mask=attention_mask,
         **others,
     )
+
+
+def _sliding_window(mask_function: Callable) -> int | None:
+    """The window of what `sliding_window_causal_mask_function` made, untouched since; else None."""
+    if torch.compiler.is_compiling():  # closures do not open while tracing
+        return None
+    parts = _cells(mask_function, _BOTH)
+    if not parts or len(parts[0]) != 2 or parts[0][1] is not causal_mask_function:
+        return None
+    window = _cells(parts[0][0], _OVERLAY)
+    return window[0] if window and isinstance(window[0], int) else None
+
+
+def _cells(function: Callable, made_like: Callable) -> list | None:
+    """What a function closes over, if it has the code of another."""
+    if getattr(function, "__code__", None) is not made_like.__code__:
+        return None
+    return [cell.cell_contents for cell in function.__closure__]
 
 
 def _readable(mask: Tensor) -> bool:
@@ -165,6 +194,10 @@ def attention_forward(
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     window, bias = (-1, -1), attention_mask
+    if bias is not None and bias.dtype == torch.int32:
+        if sliding_window is None:  # the few models that do not tell the layer; synchronises
+            sliding_window = int(bias.max())
+        bias = None if bias.shape[-1] == 1 else bias[:, 0, 0] != 0
     if bias is not None and bias.dim() == 4:
         causal = False
         bias = bias[..., : key.shape[2]]
