@@ -2,6 +2,10 @@
 """Other software itself, as it comes, on top of this package. What is not installed is skipped, and
 said so; its import lines and calls are tested without it in test_clients.py."""
 
+import importlib.util
+import sys
+from unittest import mock
+
 import pytest
 import torch
 
@@ -55,6 +59,47 @@ def test_diffusers_context_parallel_operators():
     found = dispatch._flash_attention_backward_op(saved, dout)
     for one, other in zip(found, torch.autograd.grad(expected, (q, k, v), dout), strict=True):
         torch.testing.assert_close(one, other)
+
+
+def ring_rank(rank, world, rendezvous):
+    """One of two processes: its half of the rows, by ring attention, against all of them here."""
+    sys.modules["ring_flash_attn.adapters"] = mock.MagicMock()  # they are for transformers 4
+    from ring_flash_attn import ring_flash_attn_func, zigzag_ring_flash_attn_func
+
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world
+    )
+    torch.manual_seed(0)
+    whole = [torch.randn(1, 16, 4, 16).bfloat16().requires_grad_() for _ in "qkv"]
+    dout = torch.randn(1, 16, 4, 16).bfloat16()
+
+    def straight(x):
+        return x.chunk(world, 1)[rank]
+
+    def zigzag(x):
+        pieces = x.chunk(2 * world, 1)
+        return torch.cat([pieces[rank], pieces[-1 - rank]], 1)
+
+    for ring, part, causal in (
+        (ring_flash_attn_func, straight, False),
+        (ring_flash_attn_func, straight, True),
+        (zigzag_ring_flash_attn_func, zigzag, True),
+    ):
+        own = [part(x).detach().clone().requires_grad_() for x in whole]
+        out, *_ = ring(*own, dropout_p=0, causal=causal, return_attn_probs=True)
+        expected = flash_attn_func(*whole, causal=causal)
+        torch.testing.assert_close(out, part(expected), rtol=2e-2, atol=2e-2)
+        grads = torch.autograd.grad(out, own, part(dout))
+        for found, want in zip(grads, torch.autograd.grad(expected, whole, dout), strict=True):
+            torch.testing.assert_close(found, part(want), rtol=3e-2, atol=3e-2)
+    torch.distributed.destroy_process_group()
+
+
+def test_ring_flash_attention(tmp_path):
+    """ring-flash-attn with two processes on a CPU, forward and backward."""
+    if importlib.util.find_spec("ring_flash_attn") is None:
+        pytest.skip("ring_flash_attn is not installed: itself NOT tested")
+    torch.multiprocessing.spawn(ring_rank, (2, str(tmp_path / "meet")), 2)
 
 
 @pytest.mark.parametrize("way", ["registered", "flash_attention_2"])
