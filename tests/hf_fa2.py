@@ -28,12 +28,26 @@ def flash_attention_2():
     taken away, so that a model with sinks comes this way too.
     """
     _forget()
-    with mock.patch("torch.cuda.is_available", lambda: True):
-        assert all(answer() for answer in _ANSWERS)
+    _answer_yes()
     listed = "_compatible_flash_implementations"
     with mock.patch.object(modeling_gpt_oss.GptOssPreTrainedModel, listed, None):
         yield "flash_attention_2"
     _forget()
+
+
+@contextlib.contextmanager
+def honest_about_the_device():
+    """Within it, inside `flash_attention_2`, transformers knows again whether there is a GPU: what
+    is built already stays, and nothing pins memory."""
+    import_utils.is_torch_cuda_available.cache_clear()
+    yield
+    import_utils.is_torch_cuda_available.cache_clear()
+    _answer_yes()
+
+
+def _answer_yes():
+    with mock.patch("torch.cuda.is_available", lambda: True):
+        assert all(answer() for answer in _ANSWERS)
 
 
 def _forget():

@@ -9,8 +9,21 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from hf_fa2 import fa_utils, flash_attention_2, import_utils  # noqa: E402
-from hf_models import GENERATIONS, MODELS, batch, build, check_exact, generate  # noqa: E402
+from hf_fa2 import (  # noqa: E402
+    fa_utils,
+    flash_attention_2,
+    honest_about_the_device,
+    import_utils,
+)
+from hf_models import (  # noqa: E402
+    GENERATIONS,
+    MODELS,
+    batch,
+    build,
+    check_continuous_batching,
+    check_exact,
+    generate,
+)
 
 import flash_attn  # noqa: E402
 from flash_attn import bert_padding  # noqa: E402
@@ -134,10 +147,21 @@ def test_fa2_autocast_and_checkpointing(name):
     assert all(p.grad.isfinite().all() for p in net.parameters())
 
 
-@pytest.mark.skipif(
+paged = pytest.mark.skipif(
     "k_cache" not in inspect.signature(fa_utils._flash_attention_forward).parameters,
     reason="this transformers has its paged step elsewhere; see the continuous batching on a GPU",
 )
+
+
+@paged
+@pytest.mark.parametrize("model", ["mistral-window", "gpt_oss-sinks", "gemma2-softcap"])
+def test_fa2_continuous_batching(model, name):
+    net = build(model, name).eval()
+    with honest_about_the_device():
+        check_continuous_batching(net, model)
+
+
+@paged
 def test_fa2_paged_decoding(name):
     """The step of continuous batching: new keys into a paged cache, then attention over it."""
     caches = [torch.randn(8, 4, 2, 16) for _ in "kv"]
