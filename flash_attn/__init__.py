@@ -6,6 +6,8 @@ import pkgutil
 __path__ = pkgutil.extend_path(__path__, __name__)
 __version__ = "2.8.3"
 
+# As in FlashAttention 2, `import flash_attn` is enough for flash_attn.flash_attn_interface.
+from . import flash_attn_interface as flash_attn_interface
 from .blocksparse import flash_attn_blocksparse_func
 from .explain import check, explain
 from .integrations import torch_sdpa

@@ -4,7 +4,7 @@ attention, context parallelism and other clients call by name.
 
 The private functions run one pass below autograd. Their dropout state (2,) int64 is seed and
 offset; softmax_d is rowsum(out * dout). `_wrapped_…` are other names of the same functions, and
-`flash_attn_gpu` is the module `flash_attn_2_cuda`.
+`flash_attn_gpu` has the functions of the module `flash_attn_2_cuda`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-import flash_attn_2_cuda as flash_attn_gpu
-
+from . import _extension as flash_attn_gpu
 from . import _raw
 from .interface import (
     flash_attn_func,

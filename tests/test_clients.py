@@ -111,11 +111,14 @@ def test_import_lines(client):
 
 
 def test_import_lines_in_a_process_of_their_own():
-    """The extension's name first; neither Triton nor einops is there."""
+    """The extension's name first; neither Triton nor einops is there. Then in another one, the
+    interface as an attribute of the package."""
     program = "import sys\nfor name in ('triton', 'einops'): sys.modules[name] = None\n"
     program += lines_of("transformer-engine") + "".join(map(lines_of, IMPORTS))
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    attribute = "import flash_attn; flash_attn.flash_attn_interface.flash_attn_gpu.fwd"
+    for text in (program, attribute):
+        done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
 
 
 def test_no_module_of_another_generation():
