@@ -263,7 +263,7 @@ def test_extension_packed_functions_by_position():
 
 
 def test_extension_left_padding_and_pages():
-    """What the packed forward of the extension has beside the public one's: leftpad_k."""
+    """What the packed forward has beside the public one's, leftpad_k; and pages."""
     q, k, v, cu = packed()
     left = torch.tensor([2, 0, 3], dtype=torch.int32)
     out, *_ = interface._flash_attn_varlen_forward(
@@ -274,6 +274,12 @@ def test_extension_left_padding_and_pages():
         for a, b, pad in zip(CU, CU[1:], left.tolist(), strict=False)
     ]
     torch.testing.assert_close(out, torch.cat(pieces))
+    pages = [torch.randn(6, 4, 2, 8) for _ in "kv"]
+    table = torch.tensor([[5, 1], [-1, -1], [0, 3]], dtype=torch.int32)
+    call = (q, *pages, cu, cu, 7, 7, 0.0, None, True)
+    out, lse, *_ = interface._flash_attn_varlen_forward(*call, block_table=table)
+    expected = flash_attn_varlen_func(*call, block_table=table, return_lse=True)
+    assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
 
 
 def test_extension_kvcache_by_position():
