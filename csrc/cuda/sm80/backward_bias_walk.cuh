@@ -22,83 +22,57 @@ struct Extent {
       : begin(broadcast ? 0 : own * step), end(broadcast ? size : min(begin + step, size)) {}
 };
 
-// A tile of the problem that a block works on.
-struct BiasStep {
-  SeqInfo seq;
-  TilePlace tile;
-};
-
-// A block's way through what broadcasts to its tile of the bias: batch by batch, head by head. One
-// thread's, for which the others wait: it divides only where there is a block list.
+// What broadcasts to a block's tile of the bias: batch by batch, head by head, then rows, columns.
 struct BiasWalk {
   Extent batches, heads, queries, keys;
-  int batch, head, query, key;  // of the tile to come
-  SeqInfo seq;                  // of `batch`
-  Mask mask;
+  int rows, columns;    // tiles
+  int64_t next, total;  // of all tiles, whether or not they hold anything visible
 
   __device__ BiasWalk(const AttnParams& p, const BiasGrid& grid, uint32_t block)
       : batches(p.grad.dbias_batch == 0, block / grid.columns / grid.rows / grid.heads, 1, p.batch),
         heads(p.grad.dbias_head == 0, block / grid.columns / grid.rows % grid.heads, 1, p.heads_q),
         queries(p.grad.dbias_row == 0, block / grid.columns % grid.rows, grid.own, p.seqlen_q),
         keys(p.grad.dbias_col == 0, block % grid.columns, grid.keys, p.seqlen_k),
-        batch(batches.begin),
-        head(heads.begin),
-        query(queries.begin),
-        key(keys.begin),
-        seq(p, batch),
-        mask(p.mask, seq) {}
+        rows(p.grad.dbias_row == 0 ? ceil_div(p.seqlen_q, grid.own) : 1),
+        columns(p.grad.dbias_col == 0 ? ceil_div(p.seqlen_k, grid.keys) : 1),
+        next(0),
+        total(int64_t{batches.end - batches.begin} * (heads.end - heads.begin) * rows * columns) {}
 
-  // To the next tile of the order, whether or not it exists.
-  __device__ __forceinline__ void step(const AttnParams& p, const BiasGrid& grid) {
-    key += grid.keys;
-    if (key < min(keys.end, seq.k_len)) return;
-    key = keys.begin;
-    query += grid.own;
-    if (query < min(queries.end, seq.q_len)) return;
-    query = queries.begin;
-    if (++head < heads.end) return;
-    head = heads.begin;
-    if (++batch == batches.end) return;
-    seq = SeqInfo(p, batch);
-    mask = Mask(p.mask, seq);
-  }
-
-  // Whether the tile exists and something of it is visible. With a block list its line is searched.
-  __device__ __forceinline__ bool find(const AttnParams& p,
-                                       const BiasGrid& grid,
-                                       TilePlace& tile) const {
+  // Tile number `at`: false if nothing of it exists and is visible. `whole`: keys of a whole tile
+  // of the kernel's. With a block list its line is searched.
+  __device__ __forceinline__ bool find(
+      const AttnParams& p, const BiasGrid& grid, int64_t at, int whole, TilePlace& tile) const {
+    const int64_t line = quotient(at, columns), outer = quotient(line, rows);
+    const int many_heads = heads.end - heads.begin;
+    const int batch_at = static_cast<int>(quotient(outer, many_heads));
+    const int batch = batches.begin + batch_at;
+    const int head = heads.begin + static_cast<int>(outer) - batch_at * many_heads;
+    const int query = queries.begin + static_cast<int>(line - outer * rows) * grid.own;
+    const int key = keys.begin + static_cast<int>(at - line * columns) * grid.keys;
+    const SeqInfo seq(p, batch);
+    const Mask mask(p.mask, seq);
     const int query_end = min(query + grid.own, seq.q_len);
     const int key_end = min(key + grid.keys, seq.k_len);
     if (query >= query_end || key >= key_end) return false;
     if (!mask.sees_some(query, query_end, key, key_end)) return false;
-    const bool full = mask.sees_all(query, query_end, key, key_end);
+    const bool full = key_end - key == whole && mask.sees_all(query, query_end, key, key_end);
     const int distance = seq.k_len - seq.q_len;
     tile = {batch, head, query, key, query_end, key_end, distance, mask.low, mask.high, -1, full};
     if (p.mask.blocks.index == nullptr) return true;
-    const BlockLine line = block_line(p.mask.blocks, batch, head, query / p.mask.block_q);
-    for (int entry = 0; entry < line.count; ++entry) {
-      if (line.index[entry] != key / p.mask.block_k) continue;
-      if (line.bits != nullptr) tile.bits = line.bits[entry];
-      tile.full = tile.full && tile.bits < 0;
+    const BlockLine blocks = block_line(p.mask.blocks, batch, head, query / p.mask.block_q);
+    for (int entry = 0; entry < blocks.count; ++entry) {
+      if (blocks.index[entry] != key / p.mask.block_k) continue;
+      if (blocks.bits != nullptr) tile.bits = blocks.bits[entry];
+      tile.full = full && tile.bits < 0;
       return true;
     }
     return false;
   }
+};
 
-  // `whole`: keys of a whole tile of the kernel's.
-  __device__ __forceinline__ void next(const AttnParams& p,
-                                       const BiasGrid& grid,
-                                       int whole,
-                                       BiasStep& to) {
-    bool found = false;
-    while (!found && batch < batches.end) {
-      found = find(p, grid, to.tile);
-      if (found) to.seq = seq;
-      step(p, grid);
-    }
-    if (!found) to.tile.head = -1;
-    to.tile.full = to.tile.full && to.tile.key_end - to.tile.key == whole;
-  }
+// Of a query: P = exp(score - base) * weight, as RowWeight.
+struct alignas(16) BiasQuery {
+  float base, base_log2, weight, delta;
 };
 
 // kStages of Q, dO, K, V, then the state.
@@ -107,13 +81,15 @@ struct BiasTile : Tile {
   static constexpr int kBiasStages = kStageCount;
   static constexpr int kKeyBytes = Tile::kBytes * Tile::kBiasKeys * Tile::kHeadDim;
   static constexpr int kStageBytes = 2 * Tile::kOwnBytes + 2 * kKeyBytes;
+  static constexpr int kSteps = 8;  // found at once
 
   struct State {
+    BiasQuery rows[kBiasStages][Tile::kOwn];
     BiasWalk walk;
-    BiasStep steps[4];  // of step t: steps[t % 4]
-    RowWeight rows[kBiasStages][Tile::kOwn];
-    float delta[kBiasStages][Tile::kOwn];
-    bool huge;  // BackwardFindings
+    TilePlace steps[2][kSteps];
+    int count[2];
+    bool huge;   // BackwardFindings
+    bool whole;  // rows are aligned (copies_whole_chunks)
   };
   static constexpr int kSmemBytes = kBiasStages * kStageBytes + static_cast<int>(sizeof(State));
 };
@@ -133,7 +109,8 @@ struct FirstThatFits<kBytes, First, Second, Others...> {
 template <class Tile>
 struct BiasLoop {
   using State = typename Tile::State;
-  static constexpr int kKeys = Tile::kBiasKeys;
+  using Element = typename Tile::Element;
+  static constexpr int kKeys = Tile::kBiasKeys, kSteps = Tile::kSteps;
   static_assert(Tile::kOwn <= Tile::kThreads);
 
   OrderedBlock<Tile, QueriesDown> block;  // of which the loads and the products are used
@@ -153,66 +130,129 @@ struct BiasLoop {
     return smem_address(block.smem) + stage * Tile::kStageBytes;
   }
 
-  __device__ __forceinline__ void load(const BiasStep& step, int stage) {
+  // ---- the walk
+
+  // Once, by one thread.
+  __device__ __forceinline__ void begin_walk() {
     const AttnParams& p = block.p;
-    const TilePlace& tile = step.tile;
+    new (&state.walk) BiasWalk(p, grid, blockIdx.x);
+    state.huge = block.grid.findings->huge_lse != 0;
+    state.whole = copies_whole_chunks<Element>(p.q, p.head_dim) &&
+                  copies_whole_chunks<Element>(p.k, p.head_dim) &&
+                  copies_whole_chunks<Element>(p.v, p.head_dim_v) &&
+                  copies_whole_chunks<Element>(p.grad.dout, p.head_dim_v);
+  }
+
+  // The next tiles -> steps[bank], a lane each, none only at the end. One warp.
+  __device__ __forceinline__ void find_steps(int bank) {
+    const int lane = threadIdx.x % 32;
+    const BiasWalk& walk = state.walk;
+    int64_t at = walk.next;
+    int found = 0;
+    for (; found == 0 && at < walk.total; at += kSteps) {
+      TilePlace step;
+      const bool exists = lane < kSteps && at + lane < walk.total &&
+                          walk.find(block.p, grid, at + lane, kKeys, step);
+      const uint32_t all = __ballot_sync(0xffffffffu, exists);
+      if (exists) state.steps[bank][__popc(all & ((1u << lane) - 1))] = step;
+      found = __popc(all);
+    }
+    __syncwarp();
+    if (lane != 0) return;
+    state.walk.next = at;
+    state.count[bank] = found;
+  }
+
+  // ---- loads
+
+  // Rows of a tensor from element `first` on -> a tile of kRows; all of them exist and are aligned.
+  template <int kRows>
+  __device__ __forceinline__ void load_whole(uint32_t to,
+                                             const TensorRef& t,
+                                             int64_t first,
+                                             int dim) const {
+    const Element* base = static_cast<const Element*>(t.ptr) + first;
+    WholeTiles<Element, kRows, Tile::kHeadDim, Tile::kThreads>(base, t.row, dim).load(to, 0);
+  }
+
+  __device__ __forceinline__ void load(const TilePlace& tile, int stage) {
+    const AttnParams& p = block.p;
+    const SeqInfo seq(p, tile.batch);
     const uint32_t q = tiles(stage), k = q + 2 * Tile::kOwnBytes;
-    block.template load_queries<Tile::kOwn>(step.seq, q, q + Tile::kOwnBytes, tile.head, tile.query,
-                                            tile.query_end);
-    block.template load_keys<kKeys>(step.seq, k, k + Tile::kKeyBytes, tile.head / p.group_size(),
-                                    tile.key, tile.key_end);
+    const int head_k = quotient(tile.head, p.group_size());
+    bool whole = false;
+    if constexpr (sizeof(Element) == 2) {
+      whole = state.whole && tile.query_end - tile.query == Tile::kOwn &&
+              tile.key_end - tile.key == kKeys;
+      if (whole) {
+        load_whole<Tile::kOwn>(q, p.q, seq.q_offset(p.q, tile.query, tile.head), p.head_dim);
+        load_whole<Tile::kOwn>(q + Tile::kOwnBytes, p.grad.dout,
+                               seq.q_offset(p.grad.dout, tile.query, tile.head), p.head_dim_v);
+        load_whole<kKeys>(k, p.k, seq.k_offset(p.k, tile.key, head_k), p.head_dim);
+        load_whole<kKeys>(k + Tile::kKeyBytes, p.v, seq.k_offset(p.v, tile.key, head_k),
+                          p.head_dim_v);
+      }
+    }
+    if (!whole) {
+      block.template load_queries<Tile::kOwn>(seq, q, q + Tile::kOwnBytes, tile.head, tile.query,
+                                              tile.query_end);
+      block.template load_keys<kKeys>(seq, k, k + Tile::kKeyBytes, head_k, tile.key, tile.key_end);
+    }
     ptx::copy_async_commit();
     const int i = tile.query + static_cast<int>(threadIdx.x);
     lse = -INFINITY;
     if (threadIdx.x >= Tile::kOwn || i >= tile.query_end) return;
-    const int64_t at = step.seq.lse_offset(p, tile.head, i);
+    const int64_t at = seq.lse_offset(p, tile.head, i);
     lse = static_cast<const float*>(p.lse)[at];
     delta = static_cast<const float*>(p.grad.delta)[at];
   }
 
   // The row that load() has fetched for a tile, to shared memory.
-  __device__ __forceinline__ void store_row(const BiasStep& step, int stage) {
+  __device__ __forceinline__ void store_row(const TilePlace& tile, int stage) {
     if (threadIdx.x >= Tile::kOwn) return;
     RowWeight row = {lse == -INFINITY ? INFINITY : lse, 1};
-    if (state.huge && lse != -INFINITY && step.tile.head >= 0) {
-      const int i = step.tile.query + static_cast<int>(threadIdx.x);
-      row = block.grid.rows[step.seq.lse_offset(block.p, step.tile.head, i)];
+    if (state.huge && lse != -INFINITY) {
+      const SeqInfo seq(block.p, tile.batch);
+      const int i = tile.query + static_cast<int>(threadIdx.x);
+      row = block.grid.rows[seq.lse_offset(block.p, tile.head, i)];
     }
-    state.rows[stage][threadIdx.x] = row;
-    state.delta[stage][threadIdx.x] = delta;
+    state.rows[stage][threadIdx.x] = {row.base, row.base * kLog2e, row.weight, delta};
   }
 
   // begin() while the first tile is on its way, then add(tile, stage) with each in shared memory.
   // Returns after a barrier that ends all reads of them.
   template <class Begin, class Add>
   __device__ __forceinline__ void run(const Begin& begin, const Add& add) {
-    const AttnParams& p = block.p;
-    if (threadIdx.x == 0) {
-      state.huge = block.grid.findings->huge_lse != 0;
-      new (&state.walk) BiasWalk(p, grid, blockIdx.x);
-      for (int t = 0; t < 2; ++t)
-        state.walk.next(p, grid, kKeys, state.steps[t]);
+    constexpr bool kAhead = Tile::kBiasStages == 2;
+    if (threadIdx.x < 32) {
+      if (threadIdx.x == 0) begin_walk();
+      __syncwarp();
+      find_steps(0);
     }
     __syncthreads();
-    constexpr bool kAhead = Tile::kBiasStages == 2;
-    if (state.steps[0].tile.head >= 0) load(state.steps[0], 0);
+    const TilePlace* step = state.count[0] != 0 ? state.steps[0] : nullptr;
+    if (step != nullptr) load(*step, 0);
     begin();
-    for (int t = 0;; ++t) {
-      const int stage = kAhead ? t % 2 : 0;
-      store_row(state.steps[t % 4], stage);
+    for (int bank = 0, at = 0, stage = 0; step != nullptr; stage ^= kAhead) {
+      store_row(*step, stage);
       ptx::copy_async_wait<0>();
       __syncthreads();
-      const TilePlace& tile = state.steps[t % 4].tile;
-      if (tile.head < 0) return;
-      const BiasStep& next = state.steps[(t + 1) % 4];
-      if (kAhead && next.tile.head >= 0) load(next, stage ^ 1);
-      if (threadIdx.x == 0) state.walk.next(p, grid, kKeys, state.steps[(t + 2) % 4]);
-      add(tile, stage);
+      if (++at == state.count[bank]) {
+        bank ^= 1;
+        at = 0;
+        if (threadIdx.x < 32) find_steps(bank);
+        __syncthreads();
+      }
+      const TilePlace* next = at < state.count[bank] ? &state.steps[bank][at] : nullptr;
+      if (kAhead && next != nullptr) load(*next, stage ^ 1);
+      add(*step, stage);
       if (!kAhead) {
         __syncthreads();
-        if (next.tile.head >= 0) load(next, 0);
+        if (next != nullptr) load(*next, 0);
       }
+      step = next;
     }
+    __syncthreads();
   }
 };
 

@@ -22,9 +22,9 @@ struct OrderedBias : BiasLoop<Tile> {
                                       const AddBias& bias) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int row = block.own_warp * 16 + fragment_row(2 * h);
-      block.rows[h] = state.rows[stage][row];
-      block.delta[h] = state.delta[stage][row];
+      const BiasQuery& own = state.rows[stage][block.own_warp * 16 + fragment_row(2 * h)];
+      block.rows[h] = {own.base, own.weight};
+      block.delta[h] = own.delta;
     }
     const uint32_t q = this->tiles(stage), k = q + 2 * Tile::kOwnBytes;
     float s[1][kKeys / 8][4], dp[1][kKeys / 8][4];

@@ -139,9 +139,11 @@ struct PlainBias : BiasLoop<Tile> {
       multiply(dp, q_rows + Tile::kOwnBytes, k_rows + Tile::kKeyBytes);
 #pragma unroll
       for (int b = 0; b < kRowBlocks; ++b) {
+        const BiasQuery* rows = state.rows[stage] + warp_row() + 16 * b + fragment_row(0);
+        const BiasQuery queries[2] = {rows[0], rows[8]};
 #pragma unroll
         for (int n = 0; n < kChunk / 8; n += 2)
-          add_chunk<kHuge>(sums[b] + chunk / 8 + n, s[b] + n, dp[b] + n, tile, stage, 16 * b,
+          add_chunk<kHuge>(sums[b] + chunk / 8 + n, s[b] + n, dp[b] + n, tile, queries, 16 * b,
                            chunk + 8 * n);
       }
     }
@@ -154,32 +156,24 @@ struct PlainBias : BiasLoop<Tile> {
                                             const float (*s)[4],
                                             const float (*dp)[4],
                                             const TilePlace& tile,
-                                            int stage,
+                                            const BiasQuery (&queries)[2],
                                             int row,
                                             int key) const {
     const AttnParams& p = block.p;
     const float scale = static_cast<float>(p.softmax_scale), to_log2 = scale * kLog2e;
-    float base[2], weight[2], delta[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int at = warp_row() + row + fragment_row(2 * h);
-      base[h] = state.rows[stage][at].base;
-      weight[h] = state.rows[stage][at].weight;
-      delta[h] = state.delta[stage][at] * weight[h];
-    }
     // What is added to a score: -inf hides, as the bias does, and the base of a row that saw
     // nothing.
     float rest[8];
 #pragma unroll
     for (int e = 0; e < 8; e += 2) {
-      const float own_base = base[e / 2 % 2];
+      const BiasQuery& query = queries[e / 2 % 2];
       const float2 pair = numbers(own[row / 16][e / 2 % 2][key / 8 + e / 4]);
       const float biases[2] = {pair.x, pair.y};
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        rest[e + c] = !kHuge                 ? fmaf(biases[c], kLog2e, -own_base * kLog2e)
-                      : own_base == INFINITY ? -INFINITY
-                                             : biases[c];
+        rest[e + c] = !kHuge                   ? fmaf(biases[c], kLog2e, -query.base_log2)
+                      : query.base == INFINITY ? -INFINITY
+                                               : biases[c];
       }
     }
     if (!tile.full) {
@@ -188,10 +182,11 @@ struct PlainBias : BiasLoop<Tile> {
     }
 #pragma unroll
     for (int e = 0; e < 8; ++e) {
+      const BiasQuery& query = queries[e / 2 % 2];
       const float product = s[e / 4][e % 4];
       const float x = !kHuge ? fmaf(product, to_log2, rest[e])
-                             : (__fmul_rn(product, scale) + rest[e] - base[e / 2 % 2]) * kLog2e;
-      const float gradient = fmaf(dp[e / 4][e % 4], weight[e / 2 % 2], -delta[e / 2 % 2]);
+                             : (__fmul_rn(product, scale) + rest[e] - query.base) * kLog2e;
+      const float gradient = (dp[e / 4][e % 4] - query.delta) * (kHuge ? query.weight : 1);
       float& sum = sums[e / 4][e % 4];
       ptx::add_product_if(rest[e] != -INFINITY, sum, ptx::exp2_approx(x), gradient);
     }
