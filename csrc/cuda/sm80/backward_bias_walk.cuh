@@ -88,8 +88,8 @@ struct BiasTile : Tile {
     BiasWalk walk;
     TilePlace steps[2][kSteps];
     int count[2];
-    bool huge;   // BackwardFindings
-    bool whole;  // rows are aligned (copies_whole_chunks)
+    bool huge;     // BackwardFindings
+    bool aligned;  // copies_whole_chunks, of all four
   };
   static constexpr int kSmemBytes = kBiasStages * kStageBytes + static_cast<int>(sizeof(State));
 };
@@ -137,10 +137,10 @@ struct BiasLoop {
     const AttnParams& p = block.p;
     new (&state.walk) BiasWalk(p, grid, blockIdx.x);
     state.huge = block.grid.findings->huge_lse != 0;
-    state.whole = copies_whole_chunks<Element>(p.q, p.head_dim) &&
-                  copies_whole_chunks<Element>(p.k, p.head_dim) &&
-                  copies_whole_chunks<Element>(p.v, p.head_dim_v) &&
-                  copies_whole_chunks<Element>(p.grad.dout, p.head_dim_v);
+    state.aligned = copies_whole_chunks<Element>(p.q, p.head_dim) &&
+                    copies_whole_chunks<Element>(p.k, p.head_dim) &&
+                    copies_whole_chunks<Element>(p.v, p.head_dim_v) &&
+                    copies_whole_chunks<Element>(p.grad.dout, p.head_dim_v);
   }
 
   // The next tiles -> steps[bank], a lane each, none only at the end. One warp.
@@ -165,39 +165,43 @@ struct BiasLoop {
 
   // ---- loads
 
-  // Rows of a tensor from element `first` on -> a tile of kRows; all of them exist and are aligned.
+  // `rows` rows of a tensor, aligned, from element `first` on -> a tile of kRows.
   template <int kRows>
-  __device__ __forceinline__ void load_whole(uint32_t to,
-                                             const TensorRef& t,
-                                             int64_t first,
-                                             int dim) const {
+  __device__ __forceinline__ void load_aligned(
+      uint32_t to, const TensorRef& t, int64_t first, int rows, int dim) const {
     const Element* base = static_cast<const Element*>(t.ptr) + first;
-    WholeTiles<Element, kRows, Tile::kHeadDim, Tile::kThreads>(base, t.row, dim).load(to, 0);
+    WholeTiles<Element, kRows, Tile::kHeadDim, Tile::kThreads>(base, t.row, dim).load(to, 0, rows);
+  }
+
+  __device__ __forceinline__ void load_tiles(const TilePlace& tile,
+                                             const SeqInfo& seq,
+                                             uint32_t q) const {
+    const AttnParams& p = block.p;
+    const TensorRef& dout = p.grad.dout;
+    const uint32_t k = q + 2 * Tile::kOwnBytes;
+    const int head_k = quotient(tile.head, p.group_size());
+    if constexpr (sizeof(Element) == 2) {
+      if (state.aligned) {
+        const int rows = tile.query_end - tile.query, keys = tile.key_end - tile.key;
+        load_aligned<Tile::kOwn>(q, p.q, seq.q_offset(p.q, tile.query, tile.head), rows,
+                                 p.head_dim);
+        load_aligned<Tile::kOwn>(q + Tile::kOwnBytes, dout,
+                                 seq.q_offset(dout, tile.query, tile.head), rows, p.head_dim_v);
+        load_aligned<kKeys>(k, p.k, seq.k_offset(p.k, tile.key, head_k), keys, p.head_dim);
+        load_aligned<kKeys>(k + Tile::kKeyBytes, p.v, seq.k_offset(p.v, tile.key, head_k), keys,
+                            p.head_dim_v);
+        return;
+      }
+    }
+    block.template load_queries<Tile::kOwn>(seq, q, q + Tile::kOwnBytes, tile.head, tile.query,
+                                            tile.query_end);
+    block.template load_keys<kKeys>(seq, k, k + Tile::kKeyBytes, head_k, tile.key, tile.key_end);
   }
 
   __device__ __forceinline__ void load(const TilePlace& tile, int stage) {
     const AttnParams& p = block.p;
     const SeqInfo seq(p, tile.batch);
-    const uint32_t q = tiles(stage), k = q + 2 * Tile::kOwnBytes;
-    const int head_k = quotient(tile.head, p.group_size());
-    bool whole = false;
-    if constexpr (sizeof(Element) == 2) {
-      whole = state.whole && tile.query_end - tile.query == Tile::kOwn &&
-              tile.key_end - tile.key == kKeys;
-      if (whole) {
-        load_whole<Tile::kOwn>(q, p.q, seq.q_offset(p.q, tile.query, tile.head), p.head_dim);
-        load_whole<Tile::kOwn>(q + Tile::kOwnBytes, p.grad.dout,
-                               seq.q_offset(p.grad.dout, tile.query, tile.head), p.head_dim_v);
-        load_whole<kKeys>(k, p.k, seq.k_offset(p.k, tile.key, head_k), p.head_dim);
-        load_whole<kKeys>(k + Tile::kKeyBytes, p.v, seq.k_offset(p.v, tile.key, head_k),
-                          p.head_dim_v);
-      }
-    }
-    if (!whole) {
-      block.template load_queries<Tile::kOwn>(seq, q, q + Tile::kOwnBytes, tile.head, tile.query,
-                                              tile.query_end);
-      block.template load_keys<kKeys>(seq, k, k + Tile::kKeyBytes, head_k, tile.key, tile.key_end);
-    }
+    load_tiles(tile, seq, tiles(stage));
     ptx::copy_async_commit();
     const int i = tile.query + static_cast<int>(threadIdx.x);
     lse = -INFINITY;

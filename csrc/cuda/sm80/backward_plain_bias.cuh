@@ -9,13 +9,13 @@
 namespace flash_attn::sm80 {
 
 // Scores are made for kChunkKeys keys at a time. Two blocks a multiprocessor hide what each waits
-// for when it begins and ends.
+// for; a second stage gains nothing beside that (H200).
 struct Bias64 {
   static constexpr int kHeadDim = 64, kOwn = 128, kWalk = 64, kBiasKeys = 64, kDimWarps = 1;
-  static constexpr int kWarpRows = 32, kChunkKeys = 32, kStages = 2, kBlocksPerSm = 2;
+  static constexpr int kWarpRows = 32, kChunkKeys = 32, kStages = 1, kBlocksPerSm = 2;
 };
 struct Bias128 : Bias64 {
-  static constexpr int kHeadDim = 128, kStages = 1;
+  static constexpr int kHeadDim = 128;
 };
 // The tile of the kernels without atomics: where there is no better one or less shared memory, and
 // for a bias in fp32, which takes twice the registers.
@@ -124,7 +124,7 @@ struct PlainBias : BiasLoop<Tile> {
   // sums += dS of a tile in shared memory.
   template <bool kHuge>
   __device__ __forceinline__ void add(Sums& sums, const TilePlace& tile, int stage) const {
-    constexpr int kChunk = Tile::kChunkKeys;
+    constexpr int kChunk = kHuge ? 16 : Tile::kChunkKeys;  // by registers
     const uint32_t q = this->tiles(stage), k = q + 2 * Tile::kOwnBytes;
     const uint32_t q_rows = q + warp_row() * 128 + row_lane(), k_rows = k + column_lane();
 #pragma unroll

@@ -4,7 +4,7 @@
 //
 //   team   the warps that share a row, a row being a (position, head): one, or all of a block where
 //          there are many splits and so few rows. Each computes the weights of all splits
-//   warp   sums up every team-th split, two or four columns a lane
+//   warp   sums up every team-th split, four columns a lane
 //   block  adds up a team's sums
 #pragma once
 
@@ -67,8 +67,7 @@ __global__ void __launch_bounds__(kCombineWarps * 32)
 
   Element* out = static_cast<Element*>(p.out.ptr) + seq.q_offset(p.out, i, head);
   const int columns = partial_columns(p);
-  const int width = columns <= 64 ? 2 : 4;  // of a lane
-  for (int c = width * lane; c < p.head_dim_v; c += 32 * width) {
+  for (int c = 4 * lane; c < p.head_dim_v; c += 128) {
     constexpr int kTogether = 4;
     const float* from = partial.out + at * columns + c;
     float sum[4] = {};
@@ -82,7 +81,7 @@ __global__ void __launch_bounds__(kCombineWarps * 32)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           part[t][h] = {};
-          if (weight[t] != 0 && 2 * h < width && c + 2 * h < columns) {
+          if (weight[t] != 0 && c + 2 * h < columns) {
             part[t][h] =
                 *reinterpret_cast<const float2*>(from + s * (partial.rows * columns) + 2 * h);
           }
@@ -97,7 +96,7 @@ __global__ void __launch_bounds__(kCombineWarps * 32)
     }
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      if (e >= width || c + e >= p.head_dim_v) continue;
+      if (c + e >= p.head_dim_v) continue;
       if (team == 1)
         store_element(out + c + e, sum[e] * inverse);
       else
