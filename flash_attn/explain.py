@@ -128,6 +128,7 @@ def explain(
             heads_k=k.shape[2],
             head_dim=q.shape[3],
             head_dim_v=v.shape[3],
+            boxes=_in_boxes(k) and _in_boxes(v),
             softmax_scale=q.shape[3] ** -0.5 if softmax_scale is None else float(softmax_scale),
             window_left=left,
             window_right=0 if causal else right,
@@ -150,6 +151,14 @@ def _plan(answer: Explanation, **description) -> None:
         answer.reasons[name] = plan["reasons"]
         if name == "forward":
             answer.backend = plan["backend"]
+
+
+def _in_boxes(x: Tensor) -> bool:
+    """Whether the copy engine reads a tensor: its rows are whole 16 bytes, and none stands
+    twice."""
+    each = 16 // x.element_size()
+    strides = [s for s, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1]
+    return x.data_ptr() % 16 == 0 and all(s > 0 and s % each == 0 for s in strides)
 
 
 def describe_device(device: torch.device) -> dict[str, int | str]:

@@ -122,6 +122,10 @@ AttnParams parse_params(Description& d) {
     throw py::value_error("flash_attn: heads_q must be a multiple of heads_k, got " +
                           std::to_string(p.heads_q) + " and " + std::to_string(p.heads_k));
   }
+  // Whether keys and values lie as the copy engine reads them: rows of whole 16 bytes, none twice.
+  const bool boxes = d.take("boxes", true);
+  for (TensorRef* t : {&p.k, &p.v})
+    t->batch = t->row = t->head = boxes ? 8 : 1;
   p.softmax_scale = d.take("softmax_scale", 1.0);
   p.softcap = d.take("softcap", 0.0);
   p.bias.ptr = present<double>(d.take("bias", false));

@@ -46,6 +46,10 @@ struct KernelRow {
   // Shared memory without which another row is faster: blocks of this one would not fit side by
   // side.
   int smem_room = 0;
+  // Whether the problem and its tensors are as the kernel wants them; null: it takes any. `wants`
+  // says what that is.
+  bool (*takes)(const AttnParams&) = nullptr;
+  const char* wants = nullptr;
 };
 
 struct KernelList {

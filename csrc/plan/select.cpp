@@ -19,6 +19,7 @@ enum class Misfit : uint8_t {
   kHeadDim,
   kHeadDimV,
   kScore,
+  kLayout,
   kSmem
 };
 
@@ -48,6 +49,7 @@ Misfit misfit(const KernelRow& row,
   if (row.head_dim != 0 && p.head_dim > row.head_dim) return Misfit::kHeadDim;
   if (row.head_dim_v != 0 && p.head_dim_v > row.head_dim_v) return Misfit::kHeadDimV;
   if (row.score == Score::kPlain && needs_general(p)) return Misfit::kScore;
+  if (row.takes != nullptr && !row.takes(p)) return Misfit::kLayout;
   if (row.arch != 0 && smem_needed(row) > device.smem_per_block) return Misfit::kSmem;
   return Misfit::kNone;
 }
@@ -113,6 +115,7 @@ std::string misfit_text(const KernelRow& row,
     case Misfit::kHeadDimV: return at_most("head_dim_v", row.head_dim_v, p.head_dim_v);
     case Misfit::kScore:
       return "has no softcap, bias, ALiBi or dropout, and takes positive scales only";
+    case Misfit::kLayout: return std::string("wants ") + row.wants;
     case Misfit::kSmem:
       return "needs " + std::to_string(smem_needed(row)) +
              " bytes of shared memory a block, this GPU gives " +

@@ -6,6 +6,7 @@
 
 namespace flash_attn {
 
+extern const KernelList kSm90ForwardF16, kSm90ForwardBf16;
 extern const KernelList kSm80ForwardF16, kSm80ForwardBf16, kSm80ForwardF32;
 extern const KernelList kSm80BackwardF16, kSm80BackwardBf16, kSm80BackwardF32;
 extern const KernelList kSupport;

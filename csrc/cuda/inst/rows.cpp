@@ -7,9 +7,9 @@
 
 namespace flash_attn {
 
-static const KernelList* const kLists[] = {&kSm80ForwardBf16,  &kSm80ForwardF16,  &kSm80ForwardF32,
-                                           &kSm80BackwardBf16, &kSm80BackwardF16, &kSm80BackwardF32,
-                                           &kSupport};
+static const KernelList* const kLists[] = {&kSm90ForwardBf16, &kSm90ForwardF16,  &kSm80ForwardBf16,
+                                           &kSm80ForwardF16,  &kSm80ForwardF32,  &kSm80BackwardBf16,
+                                           &kSm80BackwardF16, &kSm80BackwardF32, &kSupport};
 const KernelTable kCudaTable = {kLists, std::size(kLists), nullptr, cuda_code};
 
 }  // namespace flash_attn

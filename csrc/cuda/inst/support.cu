@@ -18,7 +18,7 @@ static constexpr KernelRow kRows[] = {
 const KernelList kSupport = {kRows, std::size(kRows)};
 
 int cuda_code() {
-  return code_architecture(reinterpret_cast<const void*>(fill_tails_kernel));
+  return code_architecture();
 }
 
 }  // namespace flash_attn

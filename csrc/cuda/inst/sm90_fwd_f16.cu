@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Forward kernels of the Hopper family, float16.
+#include <iterator>
+
+#include "cuda/inst/lists.h"
+#include "cuda/sm90/forward.cuh"
+
+namespace flash_attn {
+
+using namespace sm90;
+
+static constexpr KernelRow kRows[] = {
+    forward_row<f16, Forward64, Score::kPlain>("sm90_forward_f16_d64"),
+    forward_row<f16, General64, Score::kGeneral>("sm90_forward_f16_d64_general"),
+    forward_row<f16, Forward128, Score::kPlain>("sm90_forward_f16_d128"),
+    forward_row<f16, Forward128, Score::kGeneral>("sm90_forward_f16_d128_general"),
+    forward_row<f16, Forward256, Score::kPlain>("sm90_forward_f16_d256"),
+    forward_row<f16, Forward256, Score::kGeneral>("sm90_forward_f16_d256_general"),
+};
+const KernelList kSm90ForwardF16 = {kRows, std::size(kRows)};
+
+}  // namespace flash_attn

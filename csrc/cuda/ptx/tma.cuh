@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Copies of boxes of a tensor that one thread asks for (sm_90 and newer).
+#pragma once
+
+#include <cstdint>
+
+#include <cuda.h>
+
+namespace flash_attn::ptx {
+
+// cp.async.bulk.tensor: the box of `map` at (column, row, head, batch) -> shared memory; its bytes
+// count at `barrier`. What lies outside of the tensor is zero.
+__device__ __forceinline__ void load_box(uint32_t to,
+                                         const CUtensorMap* map,
+                                         int column,
+                                         int row,
+                                         int head,
+                                         int batch,
+                                         uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),
+      "l"(map), "r"(column), "r"(row), "r"(head), "r"(batch), "r"(barrier)
+      : "memory");
+}
+
+// prefetch.tensormap
+__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// fence.proxy.async: what this thread wrote to shared memory is there for wgmma and box copies,
+// after a barrier.
+__device__ __forceinline__ void proxy_fence() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+}  // namespace flash_attn::ptx

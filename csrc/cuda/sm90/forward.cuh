@@ -1,0 +1,202 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Forward attention with wgmma and the copy engine, for Hopper (sm_90a).
+//
+// A block takes block_m packed rows of one key head, and of the keys that the mask leaves one
+// split. Its last warp produces, the others consume:
+//
+//   producer, one thread               consumers, a warpgroup of 64 rows each
+//   for each key tile:                 1 Q to shared memory
+//     wait until its stage is empty    2 wait for K;  S = Q K^T
+//     which tile it is; K on its way   3 out += P V of the tile before, at the same time
+//     wait; V on its way               4 S is there: K's stage is empty;  mask; m, l and P
+//                                      5 out is there: V's stage is empty;  out to the new m
+//                                      6 after the last: out += P V;  sink, out / l and lse
+//
+// Shared memory: Q (kBlockM, head_dim), later out | K, kStages of (kBlockN, head_dim) | V |
+// ForwardState | barriers: K full, K empty, V full, V empty, kStages each.
+#pragma once
+
+#include "cuda/launch.h"
+#include "cuda/sm90/forward_consumer.cuh"
+#include "cuda/sm90/tensor_map.h"
+#include "cuda/support/combine.cuh"
+#include "plan/plan.h"
+
+namespace flash_attn::sm90 {
+
+struct ForwardMaps {
+  CUtensorMap k, v;
+};
+
+// ---- producer, one thread
+
+template <class Element, class Tile>
+__device__ __forceinline__ void produce(const AttnParams& p,
+                                        const ForwardGrid& grid,
+                                        const ForwardMaps& maps,
+                                        const ForwardTask& task,
+                                        const SeqInfo& seq,
+                                        uint32_t smem,
+                                        const Pipeline<Tile::kStages>& pipe,
+                                        uint8_t* barriers) {
+  using T = ForwardSizes<Tile>;
+  const int head = task.rows.head_first / p.group_size();
+  const int row = static_cast<int>(seq.k_row), batch = static_cast<int>(seq.k_batch);
+  KvTiles walk = key_walk(p, grid, seq, task);
+  Ring<Tile::kStages> ring;
+  KvTile tile;
+  while (walk.next(tile)) {
+    const int first = row + tile.n * grid.block_n;
+    ptx::mbarrier_wait(pipe.k_empty(ring.stage), ring.parity ^ 1);
+    *pipe.tile(barriers, ring.stage) = tile;
+    ptx::mbarrier_expect(pipe.k_full(ring.stage), T::kKBytes);
+#pragma unroll
+    for (int panel = 0; panel < Tile::kHeadDim / 64; ++panel) {
+      ptx::load_box(smem + T::kK + ring.stage * T::kKBytes + panel * Tile::kBlockN * 128, &maps.k,
+                    panel * 64, first, head, batch, pipe.k_full(ring.stage));
+    }
+    ptx::mbarrier_wait(pipe.v_empty(ring.stage), ring.parity ^ 1);
+    ptx::mbarrier_expect(pipe.v_full(ring.stage), T::kVBytes);
+#pragma unroll
+    for (int panel = 0; panel < Tile::kHeadDimV / 64; ++panel) {
+      ptx::load_box(smem + T::kV + ring.stage * T::kVBytes + panel * Tile::kBlockN * 128, &maps.v,
+                    panel * 64, first, head, batch, pipe.v_full(ring.stage));
+    }
+    ring.advance();
+  }
+  ptx::mbarrier_wait(pipe.k_empty(ring.stage), ring.parity ^ 1);
+  pipe.tile(barriers, ring.stage)->n = -1;
+  ptx::mbarrier_arrive(pipe.k_full(ring.stage));
+}
+
+template <class Element, class Tile, Score kScore>
+__global__ void __launch_bounds__(ForwardSizes<Tile>::kThreads, 1)
+    forward_kernel(const __grid_constant__ AttnParams p,
+                   const __grid_constant__ ForwardGrid grid,
+                   const __grid_constant__ ForwardMaps maps) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  using T = ForwardSizes<Tile>;
+  extern __shared__ __align__(1024) uint8_t smem[];
+  ForwardState<Element, Tile>& state =
+      *reinterpret_cast<ForwardState<Element, Tile>*>(smem + T::kState);
+  uint8_t* barriers = smem + T::template barriers<Element>();
+  const Pipeline<Tile::kStages> pipe = {smem_address(barriers)};
+
+  ForwardTask task(p, grid, blockIdx.x);
+  const SeqInfo seq(p, task.batch);
+  if (!task.cut(seq, grid.block_m)) return;
+  if (threadIdx.x == T::kConsumerThreads) pipe.init(Tile::kWarps);
+  __syncthreads();
+
+  if (threadIdx.x >= T::kConsumerThreads) {
+    ptx::give_registers<T::kProducerRegisters>();
+    if (threadIdx.x == T::kConsumerThreads)
+      produce<Element, Tile>(p, grid, maps, task, seq, smem_address(smem), pipe, barriers);
+  } else {
+    ptx::take_registers<T::kConsumerRegisters>();
+    load_tile<Tile::kBlockM, Tile::kHeadDim, T::kConsumerThreads>(
+        smem_address(smem), QueryRows<Element>(p.q, seq, task.rows), task.begin, task.end,
+        p.head_dim, copies_whole_chunks<Element>(p.q, p.head_dim));
+    ptx::copy_async_commit();
+    const KvTiles walk = key_walk(p, grid, seq, task);
+    fill_state(p, grid, state, task, seq, walk, KeySide<Element>(p, seq, task));
+    ptx::copy_async_wait<0>();
+    ptx::proxy_fence();
+    ptx::barrier_sync(1, T::kConsumerThreads);
+    const uint32_t group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+    Consumer<Element, Tile, kScore> self = {p,     grid, state, smem_address(smem), pipe, barriers,
+                                            group, {},   {}};
+    float out[1][Tile::kHeadDimV / 8][4] = {};
+    Softmax<Element, 1> softmax;
+    consume(self, out, softmax);
+    softmax.finish();
+    ptx::barrier_sync(2 + threadIdx.x / 128, 128);
+    store_result(p, grid, state, threadIdx.x / 32 * 16, softmax.m, softmax.l, out, 0, smem);
+  }
+#else
+  __trap();  // code without Hopper's own instructions counts as older (code_architecture)
+#endif
+}
+
+// Bytes of partial results.
+inline int64_t forward_workspace(const AttnParams& p, int, int num_splits) {
+  return num_splits > 1 ? num_splits * lse_rows(p) * (partial_columns(p) + 2) * int64_t{4} : 0;
+}
+
+template <class Element, class Tile, Score kScore>
+int launch_forward(const AttnParams& p, const Plan& plan, void* workspace, void* stream) {
+  using T = ForwardSizes<Tile>;
+  ForwardGrid grid = forward_grid(p, plan, 1);
+  if (grid.tasks == 0) return cudaSuccess;
+  if (kScore == Score::kGeneral) {
+    grid.features = p.softcap > 0 || p.alibi.slopes != nullptr || !(p.softmax_scale > 1e-30);
+    if (grid.features) grid.scale = ScoreScale(1.0);
+  }
+  if (plan.num_splits > 1) {
+    grid.partial.rows = lse_rows(p);
+    grid.partial.out = static_cast<float*>(workspace);
+    grid.partial.sums = reinterpret_cast<float2*>(
+        grid.partial.out + grid.partial.rows * plan.num_splits * partial_columns(p));
+  }
+  ForwardMaps maps;
+  const bool packed = p.seq_k.cu_seqlens != nullptr;
+  const int64_t rows = packed ? p.seq_k.total : p.seqlen_k;
+  const int64_t batches = packed                               ? 1
+                          : p.seq_k.cache_batch_idx != nullptr ? p.seq_k.entries
+                                                               : p.batch;
+  if (!make_map(&maps.k, p.k, p.dtype, p.head_dim, rows, p.heads_k, batches, Tile::kBlockN) ||
+      !make_map(&maps.v, p.v, p.dtype, p.head_dim_v, rows, p.heads_k, batches, Tile::kBlockN))
+    return cudaErrorInvalidValue;
+  cudaStream_t on = static_cast<cudaStream_t>(stream);
+  const cudaError_t error =
+      launch_shared(forward_kernel<Element, Tile, kScore>, grid.tasks, T::kThreads,
+                    T::template smem_bytes<Element>(), on, p, grid, maps);
+  if (error != cudaSuccess || plan.num_splits == 1) return error;
+  return launch_combine<Element>(p, grid.partial, plan.num_splits, on);
+}
+
+// What the copy engine can read: a stride that repeats something is none of its strides.
+inline bool copies_boxes(const TensorRef& t, const AttnParams& p) {
+  const bool packed = p.seq_k.cu_seqlens != nullptr;
+  const bool repeats = (t.row == 0 && p.seqlen_k > 1) || (t.head == 0 && p.heads_k > 1) ||
+                       (t.batch == 0 && p.batch > 1 && !packed);
+  const auto at = reinterpret_cast<uintptr_t>(t.ptr);
+  return !repeats && ((at % 16) | (t.batch % 8) | (t.row % 8) | (t.head % 8)) == 0;
+}
+
+template <class Tile>
+bool takes_forward(const AttnParams& p) {
+  constexpr int kLeastRows = 64;  // of a warpgroup: fewer are decoding, for which it is not made
+  const bool packed = p.seq_k.cu_seqlens != nullptr;
+  const int64_t rows = packed ? p.seq_k.total : p.seqlen_k;
+  return p.pages.table == nullptr && p.bias.ptr == nullptr && rows > 0 && rows <= INT32_MAX &&
+         p.mask.block_k % Tile::kBlockN == 0 &&
+         int64_t{p.seqlen_q} * p.group_size() >= kLeastRows && copies_boxes(p.k, p) &&
+         copies_boxes(p.v, p);
+}
+
+template <class Element, class Tile, Score kScore>
+constexpr KernelRow forward_row(const char* name) {
+  KernelRow row = {};
+  row.name = name;
+  row.family = "sm90";
+  row.pass = Pass::kForward;
+  row.arch = 90;
+  row.arch_end = 100;
+  row.dtype = ElementTraits<Element>::kDType;
+  row.head_dim = Tile::kHeadDim;
+  row.head_dim_v = Tile::kHeadDimV;
+  row.score = kScore;
+  row.block_m = Tile::kBlockM;
+  row.block_n = Tile::kBlockN;
+  row.smem_bytes = ForwardSizes<Tile>::template smem_bytes<Element>();
+  row.shared_bytes = forward_workspace;
+  row.cuda = launch_forward<Element, Tile, kScore>;
+  row.takes = takes_forward<Tile>;
+  row.wants =
+      "64 query rows a key head or more, keys whose rows begin at multiples of 16 bytes and do not "
+      "repeat, mask blocks of whole tiles, no pages and no bias";
+  return row;
+}
+
+}  // namespace flash_attn::sm90
