@@ -4,6 +4,7 @@
 
 #include "cuda/inst/lists.h"
 #include "cuda/support/backward_prepare.cuh"
+#include "cuda/support/code_probe.cuh"
 #include "cuda/support/fill_tail.cuh"
 #include "cuda/support/kv_append.cuh"
 #include "cuda/support/rotary.cuh"

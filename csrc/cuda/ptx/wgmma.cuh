@@ -10,7 +10,8 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "cuda/tile/element.cuh"
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 
 namespace flash_attn::ptx {
 
@@ -58,9 +59,15 @@ __device__ __forceinline__ void hold(uint32_t* x) {
 #define FA_8(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), \
                    "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define FA_32(d, i) FA_8(d, i), FA_8(d, i + 8), FA_8(d, i + 16), FA_8(d, i + 24)
-#define FA_NAMES_64 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define FA_NAMES_64 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define FA_ACC_64(d) FA_32(d, 0)
-#define FA_NAMES_128 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define FA_NAMES_128 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define FA_ACC_128(d) FA_32(d, 0), FA_32(d, 32)
 #define FA_SS_64(type)                                                               \
   asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0;\n"                                  \
@@ -72,7 +79,8 @@ __device__ __forceinline__ void hold(uint32_t* x) {
                "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {" FA_NAMES_64 \
                "}, {%32, %33, %34, %35}, %36, p, 1, 1, %38;}"                 \
                : FA_ACC_64(d)                                                         \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{accumulate}), "n"(kTransposed))
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{accumulate}), \
+                 "n"(kTransposed))
 #define FA_SS_128(type)                                                               \
   asm volatile("{.reg .pred p; setp.ne.b32 p, %66, 0;\n"                                  \
                "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {" FA_NAMES_128 \
@@ -83,7 +91,8 @@ __device__ __forceinline__ void hold(uint32_t* x) {
                "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {" FA_NAMES_128 \
                "}, {%64, %65, %66, %67}, %68, p, 1, 1, %70;}"                 \
                : FA_ACC_128(d)                                                         \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{accumulate}), "n"(kTransposed))
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{accumulate}), \
+                 "n"(kTransposed))
 // clang-format on
 
 // d (64, kN) = A B, or d += A B. A in shared memory, or in registers as operands of mma_16x8x16.
@@ -91,19 +100,19 @@ __device__ __forceinline__ void hold(uint32_t* x) {
 template <int kN, int kTransposed, class Element>
 __device__ __forceinline__ void wgmma(Element, float* d, uint64_t a, uint64_t b, bool accumulate) {
   static_assert(kN == 64 || kN == 128);
-  if constexpr (kN == 64 && std::is_same_v<Element, bf16>) FA_SS_64("bf16");
-  if constexpr (kN == 64 && std::is_same_v<Element, f16>) FA_SS_64("f16");
-  if constexpr (kN == 128 && std::is_same_v<Element, bf16>) FA_SS_128("bf16");
-  if constexpr (kN == 128 && std::is_same_v<Element, f16>) FA_SS_128("f16");
+  if constexpr (kN == 64 && std::is_same_v<Element, __nv_bfloat16>) FA_SS_64("bf16");
+  if constexpr (kN == 64 && std::is_same_v<Element, __half>) FA_SS_64("f16");
+  if constexpr (kN == 128 && std::is_same_v<Element, __nv_bfloat16>) FA_SS_128("bf16");
+  if constexpr (kN == 128 && std::is_same_v<Element, __half>) FA_SS_128("f16");
 }
 template <int kN, int kTransposed, class Element>
 __device__ __forceinline__ void wgmma(
     Element, float* d, const uint32_t (&a)[4], uint64_t b, bool accumulate) {
   static_assert(kN == 64 || kN == 128);
-  if constexpr (kN == 64 && std::is_same_v<Element, bf16>) FA_RS_64("bf16");
-  if constexpr (kN == 64 && std::is_same_v<Element, f16>) FA_RS_64("f16");
-  if constexpr (kN == 128 && std::is_same_v<Element, bf16>) FA_RS_128("bf16");
-  if constexpr (kN == 128 && std::is_same_v<Element, f16>) FA_RS_128("f16");
+  if constexpr (kN == 64 && std::is_same_v<Element, __nv_bfloat16>) FA_RS_64("bf16");
+  if constexpr (kN == 64 && std::is_same_v<Element, __half>) FA_RS_64("f16");
+  if constexpr (kN == 128 && std::is_same_v<Element, __nv_bfloat16>) FA_RS_128("bf16");
+  if constexpr (kN == 128 && std::is_same_v<Element, __half>) FA_RS_128("f16");
 }
 
 #undef FA_8

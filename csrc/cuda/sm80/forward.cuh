@@ -237,7 +237,8 @@ int64_t forward_workspace(const AttnParams& p, int, int num_splits) {
 // Even: the tile of forward_even.cuh.
 template <class Element, class Tile, Score kScore, class Even>
 int launch_forward(const AttnParams& p, const Plan& plan, void* workspace, void* stream) {
-  ForwardGrid grid = forward_grid(p, plan, ceil_div(p.head_dim_v, Tile::kHeadDimV));
+  ForwardGrid grid = forward_grid(p, plan.block_m, plan.block_n, plan.group, plan.num_splits,
+                                  ceil_div(p.head_dim_v, Tile::kHeadDimV));
   if (grid.tasks == 0) return cudaSuccess;
   cudaStream_t on = static_cast<cudaStream_t>(stream);
   if constexpr (has_even<Element, Tile, kScore>()) {

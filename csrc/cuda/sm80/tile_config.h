@@ -96,12 +96,6 @@ struct F32Forward512Small : F32Forward512 {
   static constexpr int kBlockM = 16, kWarps = 1;
 };
 
-// Rows of a warp, or of a pair.
-template <class Tile>
-constexpr int forward_warp_rows() {
-  return Tile::kBlockM / (Tile::kPairs ? Tile::kWarps / 2 : Tile::kWarps);
-}
-
 // Bytes of the tiles in shared memory.
 template <class Tile>
 constexpr int forward_tile_bytes(int element_bytes) {

@@ -126,11 +126,11 @@ inline int64_t forward_workspace(const AttnParams& p, int, int num_splits) {
 template <class Element, class Tile, Score kScore>
 int launch_forward(const AttnParams& p, const Plan& plan, void* workspace, void* stream) {
   using T = ForwardSizes<Tile>;
-  ForwardGrid grid = forward_grid(p, plan, 1);
+  ForwardGrid grid = forward_grid(p, plan.block_m, plan.block_n, plan.group, plan.num_splits, 1);
   if (grid.tasks == 0) return cudaSuccess;
   if (kScore == Score::kGeneral) {
-    grid.features = p.softcap > 0 || p.alibi.slopes != nullptr || !(p.softmax_scale > 1e-30);
-    if (grid.features) grid.scale = ScoreScale(1.0);
+    grid.steps = ScoreSteps(p);
+    grid.scale = grid.steps.scale();
   }
   if (plan.num_splits > 1) {
     grid.partial.rows = lse_rows(p);

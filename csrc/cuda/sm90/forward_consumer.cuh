@@ -116,13 +116,35 @@ struct Consumer {
     ptx::wgmma_commit();
   }
 
+  // 6. The last product.
+  __device__ __forceinline__ void add_last(Out& out, Weights& weights, int n) {
+    wait_v(n);
+    multiply_pv(out, weights);
+    ptx::wgmma_wait<0>();
+    ptx::hold<kOutColumns * 4>(&out[0][0][0]);
+    release_v();
+  }
+
+  // Passes over tiles, the first of which `tile` is, until some row sees one: false if there is
+  // none. Under causal, what only later rows see.
+  __device__ __forceinline__ bool skip(KvTile& tile) {
+    while (tile.n >= 0 && !sees(tile)) {
+      release_k();
+      wait_v();
+      release_v();
+      tile = wait_k();
+    }
+    return tile.n >= 0;
+  }
+
   // 4. Features and mask.
   __device__ __forceinline__ void finish_scores(Scores& s, const KvTile& tile) const {
     const int key = tile.n * Tile::kBlockN;
     const WarpRows warp = state.warp_rows(threadIdx.x / 32 * 16);
     if constexpr (kScore == Score::kGeneral) {
-      if (grid.features)
-        apply_features<Element, KeysInOrder>(s, p, warp, state.seq, state.task.batch, key);
+      if (grid.steps.any)
+        apply_steps<Element, KeysInOrder>(s, p, grid.steps, warp, state.seq, state.task.batch, key,
+                                          tile.full);
     }
     if (tile.full) return;
     if (tile.bits < 0) {
@@ -174,13 +196,7 @@ __device__ __forceinline__ void consume(Consumer<Element, Tile, kScore>& self,
                                         Softmax<Element, 1>& softmax) {
   using C = Consumer<Element, Tile, kScore>;
   KvTile tile = self.wait_k();
-  while (tile.n >= 0 && !self.sees(tile)) {  // under causal, what only later rows see
-    self.release_k();
-    self.wait_v();
-    self.release_v();
-    tile = self.wait_k();
-  }
-  if (tile.n < 0) return;
+  if (!self.skip(tile)) return;
   typename C::Weights weights;
   float factor[2];
   int before = tile.n;  // whose weights wait for their values
@@ -230,27 +246,14 @@ __device__ __forceinline__ void consume(Consumer<Element, Tile, kScore>& self,
       }
       full_before = tile.full;
     }
-    if (!self.sees(tile)) {  // left of a window: there is nothing more to come for these rows
-      self.release_k();
-      self.wait_v(before);
-      self.multiply_pv(out, weights);
-      ptx::wgmma_wait<0>();
-      ptx::hold<C::kOutColumns * 4>(&out[0][0][0]);
-      self.release_v();
-      while (tile.n >= 0) {
-        self.wait_v();
-        self.release_v();
-        tile = self.wait_k();
-        if (tile.n >= 0) self.release_k();
-      }
+    if (!self.sees(tile)) {  // left of a window: nothing more comes for these rows
+      self.add_last(out, weights, before);
+      self.skip(tile);
       return;
     }
     step(std::false_type());
   }
-  self.wait_v(before);
-  self.multiply_pv(out, weights);
-  ptx::wgmma_wait<0>();
-  ptx::hold<C::kOutColumns * 4>(&out[0][0][0]);
+  self.add_last(out, weights, before);
 }
 
 }  // namespace flash_attn::sm90

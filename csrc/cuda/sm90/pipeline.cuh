@@ -5,7 +5,7 @@
 #include "core/tiles.h"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/sm90/tile_config.h"
-#include "cuda/tile/forward_block.cuh"
+#include "cuda/tile/forward_state.cuh"
 
 namespace flash_attn::sm90 {
 
