@@ -22,27 +22,22 @@
 #pragma once
 
 #include "cuda/ptx/barrier.cuh"
-#include "cuda/ptx/reduce.cuh"
 #include "cuda/sm80/backward_bias.cuh"
-#include "cuda/sm80/backward_products.cuh"
-#include "cuda/sm80/backward_store.cuh"
+#include "cuda/sm80/backward_queries.cuh"
 
 namespace flash_attn::sm80 {
 
 template <class Element, class Tile>
-struct BackwardBlock : BackwardStore<Element, Tile> {
+struct BackwardBlock : BackwardQueries<Element, Tile> {
   using T = Tile;
-  using Base = BackwardStore<Element, Tile>;
-  using Base::barrier_all, Base::dim_warp, Base::grid, Base::hidden, Base::key_warp, Base::p,
-      Base::smem, Base::state, Base::stats;
+  using Base = BackwardQueries<Element, Tile>;
+  using Leaving = typename Base::Leaving;
+  using Base::barrier_all, Base::dim_warp, Base::ds_tile, Base::grid, Base::hidden, Base::key_warp,
+      Base::p, Base::smem, Base::state, Base::stats;
   using Base::Base;
   template <int kRole>
   using Pieces = typename Base::template Pieces<kRole>;
   static constexpr Score kScore = Tile::kScore;
-
-  __device__ __forceinline__ uint32_t ds_tile(int t) const {
-    return smem + T::kDs + t % T::kStages * T::kPanelBytes;
-  }
 
   // ---- the steps of one tile
 
@@ -288,11 +283,14 @@ struct BackwardBlock : BackwardStore<Element, Tile> {
 
   // Role 1: dK of tile t, and its dS^T for dQ.
   template <int kColumnBlocks>
-  __device__ __forceinline__ void key_step(float (&dk)[T::kRowBlocks][kColumnBlocks][4], int t) {
+  __device__ __forceinline__ void key_step(float (&dk)[T::kRowBlocks][kColumnBlocks][4],
+                                           const Leaving& leaving,
+                                           int t) {
     const int stage = t % T::kStages;
     constexpr int kEach = Pieces<1>::kPieces / T::kSubSteps;
     static_assert(kEach <= T::kHeadDimV / 16 && kEach % Pieces<1>::kPanels == 0);
     if (hidden(state.steps[t % 4])) {
+      if (T::kDqOverScores && leaving.to != nullptr) leaving.add(0, 1);
       this->template load_next<1>(t);
       return;
     }
@@ -301,10 +299,17 @@ struct BackwardBlock : BackwardStore<Element, Tile> {
       Scores dp;
       zero(dp);
       Pieces<1> next = this->template next_rows<1>(t, sub * kEach);
-      add_scores<T::kHeadDimV>(dp, smem + T::kKBytes, smem + T::kDout + stage * T::kDoutBytes,
-                               first_query(sub), [&](int k) {
-                                 if (T::kStages == 2 && k < kEach) next.issue(k);
-                               });
+      const uint32_t values = smem + T::kKBytes, dout = smem + T::kDout + stage * T::kDoutBytes;
+      if (T::kDqOverScores && leaving.to != nullptr) {
+        add_scores<T::kHeadDimV>(dp, values, dout, first_query(sub), [&](int k) {
+          if (k < kEach) next.issue(k);
+          leaving.add(k, T::kHeadDimV / 16);
+        });
+      } else {
+        add_scores<T::kHeadDimV>(dp, values, dout, first_query(sub), [&](int k) {
+          if (T::kStages == 2 && k < kEach) next.issue(k);
+        });
+      }
       if (sub + 1 == T::kSubSteps) this->template finish_next<1>(t);
       Operands sent, a;
       receive(sent, t, sub);
@@ -379,67 +384,6 @@ struct BackwardBlock : BackwardStore<Element, Tile> {
     }
   }
 
-  // Role 1: dQ of a tile whose dS^T is complete.
-  __device__ __forceinline__ void query_step(int t) const {
-    if (t < 0 || grid.dq_accum == nullptr) return;
-#pragma unroll 1
-    for (int pass = 0; pass < T::kDqPasses; ++pass)
-      query_pass(state.steps[t % 4], ds_tile(t), pass);
-  }
-
-  __device__ __forceinline__ void query_pass(const QueryStep& step,
-                                             uint32_t ds_rows,
-                                             int pass) const {
-    constexpr int kRows = T::kDqRows, kColumnWarps = T::kDqColumnWarps, kPairs = T::kDqPairs;
-    const uint32_t thread = here(threadIdx.x), lane = thread % 32;
-    const int own = static_cast<int>(thread) / 32 % T::kRoleWarps;
-    const int column = pass * kPairs * kColumnWarps + own % kColumnWarps;  // of 16
-    const int query = own / kColumnWarps * kRows, row = query + static_cast<int>(lane) / 4;
-    float dq[kRows / 16][2 * kPairs][4] = {};
-    const uint32_t ds = operand_at<0>(columns_operand(here(ds_rows)), query / 16);
-    const uint32_t keys = operand_at<T::kBlockN>(rows_operand(here(smem)), column);
-    if (step.parts_end - step.parts_begin == T::kKeyWarps) {
-      multiply_keys<Element, T::kBlockN, T::kBlockN, kColumnWarps>(dq, ds, keys);
-    } else {
-#pragma unroll 1
-      for (int part = step.parts_begin; part < step.parts_end; ++part) {
-        const int at = part * T::kWarpKeys * 128;
-        multiply_keys<Element, T::kBlockN, T::kWarpKeys, kColumnWarps>(dq, ds + at, keys + at);
-      }
-    }
-    const int live = step.end - step.begin - row;
-    float* to = grid.dq_accum + accumulator_offset(step.line + row, column * 16, grid.dq_columns) +
-                lane % 4 * 4;
-    if (step.end - step.begin == T::kBlockM && grid.dq_columns == T::kHeadDim) {
-      add_queries(to, dq, [](int, int) { return true; });
-    } else {
-      add_queries(to, dq, [&](int r, int n) {
-        return 8 * r < live && (column + n * kColumnWarps) * 16 < grid.dq_columns;
-      });
-    }
-  }
-
-  // What query_pass made to the accumulator, where inside(row / 8, column / 16 / kDqColumnWarps).
-  template <class Inside>
-  __device__ __forceinline__ void add_queries(
-      float* to,
-      const float (&dq)[T::kDqRows / 16][2 * T::kDqPairs][4],
-      const Inside& inside) const {
-#pragma unroll
-    for (int r = 0; r < T::kDqRows / 8; ++r) {
-      const int half = r % 2 * 2;
-#pragma unroll
-      for (int n = 0; n < T::kDqPairs; ++n) {
-        const float(&left)[4] = dq[r / 2][2 * n], (&right)[4] = dq[r / 2][2 * n + 1];
-        if (inside(r, n)) {
-          ptx::add_global_4(to + n * T::kDqColumnWarps * 16 * kAccumulatorLines, left[half],
-                            left[half + 1], right[half], right[half + 1]);
-        }
-      }
-      to += 8 * grid.dq_columns;
-    }
-  }
-
   // ---- all tiles, in one role
 
   template <int kRole>
@@ -471,8 +415,13 @@ struct BackwardBlock : BackwardStore<Element, Tile> {
         value_step(acc, bias, t);
         if (threadIdx.x == 0) this->advance(t + 2);
       } else {
-        if (T::kStages == 2) query_step(t - 1);
-        key_step(acc, t);
+        Leaving leaving;
+        if constexpr (T::kDqSpread) {
+          this->spread_query_step(leaving, t - 1);
+        } else if (T::kStages == 2) {
+          this->query_step(t - 1);
+        }
+        key_step(acc, leaving, t);
       }
       if constexpr (T::kStages == 1) {
         barrier_all();
@@ -481,13 +430,13 @@ struct BackwardBlock : BackwardStore<Element, Tile> {
           this->load_stats(next, 0);
           this->load_queries(next, 0);
         }
-        if (kRole == 1) query_step(t);
+        if (kRole == 1) this->query_step(t);
       }
     }
     ptx::copy_async_wait<0>();
     barrier_all();
     if constexpr (T::kStages == 2) {
-      if (kRole == 1) query_step(t - 1);
+      if (kRole == 1) this->query_step(t - 1);
       barrier_all();
     }
   }

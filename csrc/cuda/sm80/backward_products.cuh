@@ -77,15 +77,18 @@ __device__ __forceinline__ void multiply_add_step(float (&c)[kRowBlocks][kColumn
 
 // dQ: c (16 queries a block, columns of every kColumnStep-th 16) += dS K over kKeys keys of tiles
 // of kTileKeys. ds_columns: of dS^T (keys, queries) at the first query; k_rows: of K (keys, dim).
+// each(k): as in multiply_rows.
 template <class Element,
           int kTileKeys,
           int kKeys,
           int kColumnStep,
           int kRowBlocks,
-          int kColumnBlocks>
+          int kColumnBlocks,
+          class Each = Nothing>
 __device__ __forceinline__ void multiply_keys(float (&c)[kRowBlocks][kColumnBlocks][4],
                                               uint32_t ds_columns,
-                                              uint32_t k_rows) {
+                                              uint32_t k_rows,
+                                              const Each& each = {}) {
 #pragma unroll
   for (int k = 0; k < kKeys / 16; ++k) {
     uint32_t a[kRowBlocks][4];
@@ -93,6 +96,7 @@ __device__ __forceinline__ void multiply_keys(float (&c)[kRowBlocks][kColumnBloc
     for (int r = 0; r < kRowBlocks; ++r)
       ptx::load_matrix_x4_trans(a[r], operand_at<0>(ds_columns, r) + k * kRowBlockBytes);
     multiply_add_step<Element, kTileKeys, kColumnStep>(c, a, k_rows + k * kRowBlockBytes);
+    each(k);
   }
 }
 

@@ -26,13 +26,19 @@ struct BackwardTile : Numbers {
   static constexpr int kSubBarriers = min_of(kSubSteps, 2);  // of a group, taking turns
   static constexpr bool kShareProbabilities = N::kDimWarps > 1;
   // dQ of a step is role 1's: a warp has kDqRows queries, and of every kDqColumnWarps-th 16 columns
-  // kDqPairs in each of kDqPasses passes. Fewer columns a pass read dS more often: two passes at
-  // head_dim 128 and four at 256 cost 15 and 20 % (H200), which the others pay not to spill.
+  // kDqPairs in each of kDqPasses passes. What many additions in a row fill holds up all that reads
+  // shared memory, so they are spread (kDqSpread) over the product of the next pass; at head_dim
+  // 256 those of the last pass over dP. 128: 325 -> 346 TFLOP/s, 256: 279 -> 288 (H200, 16k). Else
+  // fewer columns a pass read dS more often, and more spill.
+  static constexpr bool kDqSpread =
+      kScore == Score::kPlain && (N::kHeadDim == 128 || N::kHeadDim == 256) && N::kStages == 2;
+  static constexpr bool kDqOverScores = kDqSpread && N::kHeadDim == 256;
   static constexpr int kDqRows = min_of(N::kBlockM, 32);
   static constexpr int kDqColumnWarps = kRoleWarps / (N::kBlockM / kDqRows);
   static constexpr int kDqAll = N::kHeadDim / 16 / kDqColumnWarps;
-  static constexpr int kDqMost = kScore == Score::kGeneral || N::kHeadDim == 64 ? 2 : 6;
-  static constexpr int kDqPairs = kDqAll > 6 ? min_of(kDqMost, 4) : min_of(kDqMost, kDqAll);
+  static constexpr int kDqMost =
+      kDqSpread || kScore == Score::kGeneral || N::kHeadDim == 64 ? 2 : 6;
+  static constexpr int kDqPairs = min_of(kDqMost, kDqAll);
   static constexpr int kDqPasses = kDqAll / kDqPairs;
 
   static constexpr int kKBytes = 2 * N::kBlockN * N::kHeadDim;
@@ -53,6 +59,7 @@ struct BackwardTile : Numbers {
 
   static_assert(N::kBlockM <= 64 && N::kBlockN % N::kWarpKeys == 0 && kThreads >= 2 * N::kBlockM);
   static_assert(kDqPairs * kDqPasses * kDqColumnWarps * 16 == N::kHeadDim);
+  static_assert(!kDqOverScores || kSubSteps == 1);
   static_assert(1 + kKeyWarps * (kSubBarriers + (kShareProbabilities ? 2 : 0)) <= 16,
                 "a block has 16 barriers");
 };

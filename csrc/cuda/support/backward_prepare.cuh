@@ -15,6 +15,7 @@
 #include "core/params.h"
 #include "cuda/launch.h"
 #include "cuda/ptx/load.cuh"
+#include "cuda/ptx/math.cuh"
 #include "cuda/ptx/shuffle.cuh"
 #include "cuda/tile/element.cuh"
 #include "plan/kernel_list.h"
@@ -128,7 +129,6 @@ __global__ void __launch_bounds__(kDeltaThreads)
         sum[r] -= less[r];
         if (fabsf(row_lse[r]) > kHugeLse) findings->huge_lse = 1;
       }
-      constexpr float kLog2e = 1.4426950408889634f;
       const float base = row_lse[r] == -INFINITY ? INFINITY : row_lse[r] * kLog2e;
       weights[plane + row] = {base, 1};
     }
