@@ -62,10 +62,12 @@ struct DropoutMask {
               static_cast<uint32_t>(head)),
         keep_below(p.dropout.keep_below) {}
 
-  // The eight lanes of the call that (i, j) belongs to.
-  FA_HD Philox4 lanes(int i, int j) const {
-    return philox(i / 16 * 8 + i % 8, j / 32 * 8 + j % 8, plane, offset, seed_low, seed_high);
+  // A call by the two words of its counter that are its own.
+  FA_HD Philox4 call(uint32_t rows, uint32_t columns) const {
+    return philox(rows, columns, plane, offset, seed_low, seed_high);
   }
+  // The eight lanes of the call that (i, j) belongs to.
+  FA_HD Philox4 lanes(int i, int j) const { return call(i / 16 * 8 + i % 8, j / 32 * 8 + j % 8); }
   FA_HD bool keep(int i, int j) const { return lanes(i, j).lane(dropout_lane(i, j)) < keep_below; }
 };
 

@@ -309,13 +309,15 @@ __device__ __forceinline__ void mark_dropped(Fragment<kRowBlocks, kColumnBlocks>
   }
   // A lane as the high half of a word, whatever the low half is.
   const uint32_t limit = mask.keep_below << 16;
+  const uint32_t rows = tile.query / 2 + threadIdx.x % 4 * 2;
+  const uint32_t columns = tile.key / 32 * 8 + threadIdx.x % 32 / 4;
 #pragma unroll
   for (int r = 0; r < kRowBlocks; r += 2) {
 #pragma unroll
     for (int n = 0; n < kColumnBlocks; n += 2) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        Philox4 lanes = mask.lanes(tile.lane_query() + 8 * n + c, tile.lane_key() + 16 * r);
+        Philox4 lanes = mask.call(rows + 4 * n + c, columns + 4 * r);
         if (second) lanes.word[0] = lanes.word[1], lanes.word[2] = lanes.word[3];
 #pragma unroll
         for (int e = 0; e < 4 * min_of(2, kRowBlocks); ++e) {

@@ -43,11 +43,12 @@ struct KeepAll {
 template <int kRowBlocks, int kColumns>
 struct DropInOrder {
   DropoutMask mask;
-  int row;  // this thread's first
+  uint32_t rows;  // of the counter, for this thread's first row
   Philox4 drawn[kRowBlocks][kColumns / 4][2];
 
-  __device__ __forceinline__ DropInOrder(const DropoutMask& mask_, int row_)
-      : mask(mask_), row(row_) {
+  // first_row: of the warp.
+  __device__ __forceinline__ DropInOrder(const DropoutMask& mask_, int first_row)
+      : mask(mask_), rows(first_row / 2 + fragment_row(0)) {
     mask.seed_low = ptx::uniform(mask.seed_low);
     mask.seed_high = ptx::uniform(mask.seed_high);
   }
@@ -59,7 +60,7 @@ struct DropInOrder {
       for (int n = 0; n < kColumns / 4; ++n) {
 #pragma unroll
         for (int c = 0; c < 2; ++c)
-          drawn[b][n][c] = mask.lanes(row + 16 * b, key + 32 * n + fragment_column(c));
+          drawn[b][n][c] = mask.call(rows + 8 * b, key / 4 + 8 * n + fragment_column(c));
       }
     }
   }
@@ -202,7 +203,7 @@ __device__ __forceinline__ bool feature_tiles(const AttnParams& p,
   if constexpr (kColumns % 4 == 0) {
     if (warp.group != 1 || warp.first % 16 != 0) return false;
     const DropInOrder<kRowBlocks, kColumns> drop(DropoutMask(p, state.task.batch, warp(0, 0).head),
-                                                 warp.first + fragment_row(0));
+                                                 warp.first);
     return feature_loop<KeysInOrder, Element, Tile>(p, grid, state, position, stage, at, warp,
                                                     k_smem, out, softmax, NoBias(), drop);
   }

@@ -37,7 +37,8 @@ struct ScoreSteps {
   __host__ ScoreScale scale() const { return ScoreScale(numbers ? 1.0 : unit); }
 };
 
-// x -> tanh(inside * x), by 1 - 2 / (e^2y + 1), whose absolute error is 2^-22: too much for fp32.
+// x -> tanh(inside * x), by 1 - 1 / (e^2y / 2 + 1 / 2), whose absolute error is 2^-22: too much for
+// fp32.
 template <class Element, int kRowBlocks, int kColumns>
 __device__ __forceinline__ void cap_scores(float (&s)[kRowBlocks][kColumns][4], float inside) {
   const float twice = inside * 2.885390082f;  // 2 log2 e
@@ -47,7 +48,7 @@ __device__ __forceinline__ void cap_scores(float (&s)[kRowBlocks][kColumns][4], 
     if constexpr (sizeof(Element) == 4) {
       x = tanhf(x * inside);
     } else {
-      x = fmaf(-2, ptx::reciprocal_approx(ptx::exp2_approx(x * twice) + 1), 1);
+      x = 1 - ptx::reciprocal_approx(ptx::exp2_approx(fmaf(x, twice, -1)) + 0.5f);
     }
   }
 }
@@ -62,11 +63,11 @@ __device__ __forceinline__ void cap_pairs(float (&s)[kRowBlocks][kColumns][4], f
     float(&x)[4] = s[e / 2 / kColumns][e / 2 % kColumns];
     float &a = x[e % 2 * 2], &b = x[e % 2 * 2 + 1];
     // tanh 21 is 1 in fp32, and the product of two such stays finite.
-    const float more_a = ptx::exp2_approx(ptx::min_or_nan(a * twice, 60.0f)) + 1;
-    const float more_b = ptx::exp2_approx(ptx::min_or_nan(b * twice, 60.0f)) + 1;
-    const float inverse = -2 * ptx::reciprocal_approx(more_a * more_b);
-    a = fmaf(inverse, more_b, 1);
-    b = fmaf(inverse, more_a, 1);
+    const float more_a = ptx::exp2_approx(ptx::min_or_nan(fmaf(a, twice, -1), 60.0f)) + 0.5f;
+    const float more_b = ptx::exp2_approx(ptx::min_or_nan(fmaf(b, twice, -1), 60.0f)) + 0.5f;
+    const float inverse = ptx::reciprocal_approx(more_a * more_b);
+    a = fmaf(-inverse, more_b, 1);
+    b = fmaf(-inverse, more_a, 1);
   }
 }
 
