@@ -100,6 +100,25 @@ def test_plan_of_a_gpu_takes_its_largest_kernel():
     assert sizes[86] <= sizes[80] <= sizes[90]
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_plan_of_hopper(dtype):
+    """Hopper's own kernels where they can, and why not elsewhere."""
+    if not cuda_rows("forward"):
+        pytest.skip("this build has no CUDA attention kernels")
+    sizes = {"dtype": dtype, "head_dim": 128, "seqlen_q": 512, "seqlen_k": 512}
+    for feature in ({}, {"softcap": 2.0}, {"dropout": True}, {"alibi": True}, {"sinks": True}):
+        assert gpu(90, **sizes, **feature)["backend"] == "sm90"
+    assert gpu(90, **sizes, block_q=128, block_k=128)["backend"] == "sm90"
+    assert gpu(90, **sizes, heads_q=8, heads_k=2)["backend"] == "sm90"
+    others = [{"bias": True}, {"boxes": False}, {"block_q": 64, "block_k": 64}, {"seqlen_q": 5}]
+    for other in (*others, {"seqlen_k": 0}):
+        made = gpu(90, **(sizes | other))
+        assert made["backend"] == "sm80"
+        assert any("sm90" in text and "64 query rows" in text for text in made["reasons"])
+    for arch in (80, 89, 100, 120):
+        assert gpu(arch, **sizes)["backend"] == "sm80"
+
+
 def test_plan_of_a_gpu_splits_and_packs():
     if not cuda_rows("forward"):
         pytest.skip("this build has no CUDA attention kernels")
