@@ -33,7 +33,14 @@ def summarise(values: list[float], how: str) -> Timing:
     return Timing(median, (quartiles[2] - quartiles[0]) / max(median, 1e-12), len(values), how)
 
 
-def measure(calls: Calls, cuda: bool, seconds: float, least: int = 5, most: int = 100) -> dict:
+def measure(
+    calls: Calls,
+    cuda: bool,
+    seconds: float,
+    least: int = 5,
+    most: int = 100,
+    graphs: bool = True,
+) -> dict:
     """name -> Timing of each call; rounds of one call each in turn.
 
     Args:
@@ -42,10 +49,14 @@ def measure(calls: Calls, cuda: bool, seconds: float, least: int = 5, most: int 
         seconds: about how long the rounds of one call may take.
         least: fewest rounds.
         most: most rounds.
+        graphs: capture short calls. Not those that draw torch's random numbers: a capture that
+            breaks off leaves their generator unusable.
     """
     if not calls:
         return {}
-    return (_measure_cuda if cuda else _measure_cpu)(calls, seconds, least, most)
+    if cuda:
+        return _measure_cuda(calls, seconds, least, most, graphs)
+    return _measure_cpu(calls, seconds, least, most)
 
 
 def _rounds(costs: list[float], seconds: float, least: int, most: int) -> int:
@@ -74,10 +85,12 @@ def _measure_cpu(calls: Calls, seconds: float, least: int, most: int) -> dict[st
     return {name: summarise(values, "wall") for name, values in times.items()}
 
 
-def _measure_cuda(calls: Calls, seconds: float, least: int, most: int) -> dict[str, Timing]:
+def _measure_cuda(
+    calls: Calls, seconds: float, least: int, most: int, graphs: bool
+) -> dict[str, Timing]:
     ready, costs, how = {}, [], {}
     for name, call in calls.items():
-        ready[name], cost, how[name] = prepare(call)
+        ready[name], cost, how[name] = prepare(call, graphs)
         costs.append(cost)
     flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
     events: dict[str, list] = {name: [] for name in calls}
@@ -95,12 +108,14 @@ def _measure_cuda(calls: Calls, seconds: float, least: int, most: int) -> dict[s
     }
 
 
-def prepare(call: Callable[[], object]) -> tuple[Callable[[], object], float, str]:
+def prepare(
+    call: Callable[[], object], graphs: bool = True
+) -> tuple[Callable[[], object], float, str]:
     """(what to time, about how many seconds it takes, "events" or "graph") of a call that has run
     before.
     """
     seconds, host = _estimate(call)
-    if seconds > SHORT and host < 0.5 * seconds:
+    if not graphs or (seconds > SHORT and host < 0.5 * seconds):
         return call, seconds, "events"
     graph = torch.cuda.CUDAGraph()
     try:

@@ -93,7 +93,8 @@ cudaError_t launch_main_kernel(const AttnParams& p,
                                cudaStream_t stream) {
   const int64_t slots = slot_count(p.seq_k, p.batch, p.seqlen_k, 1, plan.block_n);
   if (slots * p.heads_k * plan.num_splits > INT32_MAX) return cudaErrorInvalidConfiguration;
-  BackwardGrid grid = {.numbers = ScoreNumbers(p)};
+  BackwardGrid grid = {};
+  grid.numbers = ScoreNumbers(p);
   grid.dq_accum = work.dq_accum;
   grid.dq_columns = round_up(p.head_dim, 16);
   grid.slots = static_cast<uint32_t>(slots);

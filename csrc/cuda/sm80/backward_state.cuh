@@ -15,7 +15,9 @@ namespace flash_attn::sm80 {
 // Numbers of the scores, converted once. `inverse`: 1 / scale where a bias may be what the product
 // of K and Q is added to, divided by the scale; else 0.
 struct ScoreNumbers {
-  float scale, inverse, cap, dropout_scale;
+  float scale = 1, inverse = 0, cap = 0, dropout_scale = 1;
+
+  ScoreNumbers() = default;
 
   // Not with softcap between the two, nor where the division would leave fp32.
   __host__ explicit ScoreNumbers(const AttnParams& p)

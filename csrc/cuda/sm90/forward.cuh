@@ -169,6 +169,8 @@ bool takes_forward(const AttnParams& p) {
   constexpr int kLeastRows = 64;  // of a warpgroup: fewer are decoding, for which it is not made
   const bool packed = p.seq_k.cu_seqlens != nullptr;
   const int64_t rows = packed ? p.seq_k.total : p.seqlen_k;
+  constexpr int kSmallerDim = Tile::kHeadDim > 64 ? Tile::kHeadDim / 2 : 0;  // another tile's
+  if (max_of(p.head_dim, p.head_dim_v) <= kSmallerDim) return false;
   return p.pages.table == nullptr && p.bias.ptr == nullptr && rows > 0 && rows <= INT32_MAX &&
          p.mask.block_k % Tile::kBlockN == 0 &&
          int64_t{p.seqlen_q} * p.group_size() >= kLeastRows && copies_boxes(p.k, p) &&
