@@ -179,6 +179,7 @@ def describe_device(device: torch.device) -> dict[str, int | str]:
         "sm_count": properties.multi_processor_count,
         "smem_per_block": smem,
         "l2_bytes": properties.L2_cache_size,
+        "any_speed": len(limits) == 2,
     }
 
 

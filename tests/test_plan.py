@@ -110,6 +110,13 @@ def test_plan_of_hopper(dtype):
         assert gpu(90, **sizes, **feature)["backend"] == "sm90"
     assert gpu(90, **sizes, block_q=128, block_k=128)["backend"] == "sm90"
     assert gpu(90, **sizes, heads_q=8, heads_k=2)["backend"] == "sm90"
+    few = sizes | {"window_right": 0}  # 256 keys a row
+    assert gpu(90, **few)["backend"] == "sm80"
+    assert any("so few keys" in text for text in gpu(90, **few)["reasons"])
+    assert gpu(90, **few, any_speed=True)["backend"] == "sm90"
+    assert gpu(90, **few | {"seqlen_q": 1024, "seqlen_k": 1024})["backend"] == "sm90"
+    assert gpu(90, **sizes | {"head_dim": 64})["backend"] == "sm80"
+    assert gpu(90, **sizes | {"head_dim": 64, "seqlen_k": 1024})["backend"] == "sm90"
     others = [{"bias": True}, {"boxes": False}, {"block_q": 64, "block_k": 64}, {"seqlen_q": 5}]
     for other in (*others, {"seqlen_k": 0}):
         made = gpu(90, **(sizes | other))

@@ -154,6 +154,7 @@ DeviceInfo parse_device(Description& d) {
   device.sm_count = d.take("sm_count", 1);
   device.smem_per_block = d.take("smem_per_block", 0);
   device.l2_bytes = d.take("l2_bytes", int64_t{0});
+  device.any_speed = d.take("any_speed", false);
   if (kind == "cuda") {
     if (device.arch < 10) {
       throw py::value_error("flash_attn: arch must be the compute capability times 10, got " +

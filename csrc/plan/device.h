@@ -23,6 +23,7 @@ struct DeviceInfo {
   int smem_per_block = 0;  // bytes a block may ask for
   int64_t l2_bytes = 0;
   uint32_t isa = kIsaScalar;  // CPU only
+  bool any_speed = false;     // rows are taken where another is faster, too; for tests
 };
 
 }  // namespace flash_attn

@@ -50,6 +50,9 @@ struct KernelRow {
   // says what that is.
   bool (*takes)(const AttnParams&) = nullptr;
   const char* wants = nullptr;
+  // Whether it is the fastest for a problem that it takes; asked where the family is left open.
+  // Null: always.
+  bool (*pays)(const AttnParams&) = nullptr;
 };
 
 struct KernelList {

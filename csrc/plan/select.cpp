@@ -20,6 +20,7 @@ enum class Misfit : uint8_t {
   kHeadDimV,
   kScore,
   kLayout,
+  kSlower,
   kSmem
 };
 
@@ -50,6 +51,8 @@ Misfit misfit(const KernelRow& row,
   if (row.head_dim_v != 0 && p.head_dim_v > row.head_dim_v) return Misfit::kHeadDimV;
   if (row.score == Score::kPlain && needs_general(p)) return Misfit::kScore;
   if (row.takes != nullptr && !row.takes(p)) return Misfit::kLayout;
+  const bool open = (family == nullptr || *family == 0) && !device.any_speed;
+  if (open && row.pays != nullptr && !row.pays(p)) return Misfit::kSlower;
   if (row.arch != 0 && smem_needed(row) > device.smem_per_block) return Misfit::kSmem;
   return Misfit::kNone;
 }
@@ -116,6 +119,7 @@ std::string misfit_text(const KernelRow& row,
     case Misfit::kScore:
       return "has no softcap, bias, ALiBi or dropout, and takes positive scales only";
     case Misfit::kLayout: return std::string("wants ") + row.wants;
+    case Misfit::kSlower: return "is slower than another for so few keys";
     case Misfit::kSmem:
       return "needs " + std::to_string(smem_needed(row)) +
              " bytes of shared memory a block, this GPU gives " +

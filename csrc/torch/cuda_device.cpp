@@ -54,6 +54,7 @@ DeviceInfo device_info(int device) {
     }
     info.arch = std::min(info.arch, arch);
     info.smem_per_block = std::min(info.smem_per_block, smem);
+    info.any_speed = true;
   }
   return info;
 }
