@@ -20,6 +20,7 @@
 #include "cuda/sm80/forward_block.cuh"
 #include "cuda/tile/operand.cuh"
 #include "cuda/tile/store_rows.cuh"
+#include "plan/plan.h"
 
 namespace flash_attn::sm80 {
 
