@@ -17,8 +17,13 @@ inline EncodeTiled encode_tiled() {
   static const EncodeTiled found = [] {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult status;
+#if CUDART_VERSION >= 12050
     const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
                                                                12000, cudaEnableDefault, &status);
+#else
+    const cudaError_t error =
+        cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &status);
+#endif
     return error == cudaSuccess ? reinterpret_cast<EncodeTiled>(function) : nullptr;
   }();
   return found;
