@@ -30,6 +30,7 @@ import paper_attention
 import paper_training
 import torch
 from bench import machine_of, say
+from implementations import IMPLEMENTATIONS
 from paper_attention import Setting
 
 Rows = list[dict[str, object]]
@@ -155,6 +156,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     options.steps = (8 if options.small else 200) if options.steps is None else options.steps
     if options.steps < 1:
         parser.error(f"--steps must be at least 1, got {options.steps}")
+    options.impl = [name for name in options.impl.split(",") if name]
+    for name in options.impl:
+        if name not in IMPLEMENTATIONS:
+            parser.error(f"--impl: {name!r} is not one of {', '.join(IMPLEMENTATIONS)}")
     for name in options.tables:
         if name not in TABLES:
             parser.error(f"{name!r} is not one of {', '.join(TABLES)}")
@@ -164,8 +169,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     warnings.simplefilter("ignore", UserWarning)
-    impls = tuple(name for name in options.impl.split(",") if name)
-    setting = Setting(options.device, options.small, impls, options.steps, options.dropout)
+    setting = Setting(
+        options.device, options.small, tuple(options.impl), options.steps, options.dropout
+    )
     machine = ", ".join(f"{k} {v}" for k, v in machine_of(torch.device(options.device)).items())
     say(machine)
     out = Path(options.out)

@@ -43,9 +43,16 @@ def unpad_input(
         cu_seqlens (batch + 1,) int32, the longest length (int), and the number of real rows of each
         sequence (batch,) int32.
     """
-    packed = attention_mask if unused_mask is None else attention_mask + unused_mask
+    for name, mask in (("attention_mask", attention_mask), ("unused_mask", unused_mask)):
+        if mask is not None and mask.shape != hidden_states.shape[:2]:
+            raise ValueError(
+                f"flash_attn: {name} must have shape {tuple(hidden_states.shape[:2])}, got "
+                f"{tuple(mask.shape)}"
+            )
+    real = attention_mask.bool()
+    packed = real if unused_mask is None else real | unused_mask.bool()
     lengths = packed.sum(-1, dtype=torch.int32)
-    used = attention_mask.sum(-1, dtype=torch.int32)
+    used = real.sum(-1, dtype=torch.int32)
     rows, indices, cu_seqlens, longest = _pack(hidden_states, packed, lengths)
     return rows, indices, cu_seqlens, longest, used
 

@@ -47,3 +47,11 @@ def test_cross_entropy_z_loss():
 def test_cross_entropy_refuses():
     with pytest.raises(NotImplementedError, match="reduction"):
         CrossEntropyLoss(reduction="median")
+
+
+def test_labels_of_another_shape_are_refused():
+    logits = torch.randn(4, 11)
+    with pytest.raises(ValueError, match=r"labels must have shape \(4,\), got \(1,\)"):
+        CrossEntropyLoss()(logits, torch.tensor([3]))
+    with pytest.raises(ValueError, match="label_smoothing must be 0 to 1, got 2"):
+        CrossEntropyLoss(label_smoothing=2.0)(logits, torch.tensor([3] * 4))

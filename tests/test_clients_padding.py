@@ -80,3 +80,17 @@ def test_einops_names_come_from_einops():
     assert rearrange is einops.rearrange and repeat is einops.repeat
     with pytest.raises(ImportError):
         from flash_attn.bert_padding import no_such_name  # noqa: F401
+
+
+def test_unpad_input_takes_any_mask():
+    """Integers count as true or false; masks of another shape are refused."""
+    rows, real, unused = (
+        torch.randn(1, 4, 2),
+        torch.tensor([[1, 1, 0, 0]]),
+        torch.tensor([[0, 2, 1, 0]]),
+    )
+    packed, indices, cu_seqlens, longest, used = unpad_input(rows, real, unused)
+    assert torch.equal(packed, rows[0, :3]) and indices.tolist() == [0, 1, 2]
+    assert (cu_seqlens.tolist(), longest, used.tolist()) == ([0, 3], 3, [2])
+    with pytest.raises(ValueError, match=r"attention_mask must have shape \(1, 4\), got \(1, 3\)"):
+        unpad_input(rows, real[:, :3])

@@ -290,3 +290,35 @@ def test_mha_compile_and_export(name, device):
     torch.testing.assert_close(compiled(x), expected)
     program = torch.export.export(mha, (x,), strict=False)
     torch.testing.assert_close(program.module()(x), expected)
+
+
+def test_mha_packed_cross_attention_and_causal():
+    """Keys have lengths of their own; causal overrides the module's."""
+    torch.manual_seed(0)
+    cross, own = MHA(24, 3, cross_attn=True), MHA(24, 3)
+    x, x_kv = torch.randn(9, 24), torch.randn(12, 24)
+    cu_q, cu_k = (torch.tensor(c, dtype=torch.int32) for c in ([0, 4, 9], [0, 7, 12]))
+    parts = [cross(x[None, :4], x_kv[None, :7])[0], cross(x[None, 4:], x_kv[None, 7:])[0]]
+    packed = cross(x, x_kv, cu_seqlens=cu_q, max_seqlen=5, cu_seqlens_k=cu_k, max_seqlen_k=7)
+    torch.testing.assert_close(packed, torch.cat(parts))
+    seen = own(x[None, :4], causal=True)
+    torch.testing.assert_close(seen[:, :1], own(x[None, :1]))
+    assert not torch.allclose(seen, own(x[None, :4]))
+    with pytest.raises(ValueError, match="cu_seqlens_k needs cross_attn=True and cu_seqlens"):
+        own(x, cu_seqlens=cu_q, cu_seqlens_k=cu_k)
+    with pytest.raises(ValueError, match="mixer_subset and cu_seqlens exclude"):
+        cross(x, x_kv, cu_seqlens=cu_q, mixer_subset=torch.arange(9))
+    with pytest.raises(TypeError, match="unknown"):
+        own(x[None], unknown=1)
+
+
+def test_mha_rotary_after_inference_mode():
+    module = MHA(24, 3, causal=True, rotary_emb_dim=8).eval()
+    x = torch.randn(1, 4, 24)
+    with torch.inference_mode():
+        expected = module(x)
+    out = module(x.requires_grad_())
+    out.sum().backward()
+    assert torch.equal(out, expected) and x.grad.any()
+    with pytest.raises(ValueError, match="dim must be even and positive, got 3"):
+        MHA(24, 3, rotary_emb_dim=3)

@@ -351,3 +351,16 @@ def test_multihead_compile_and_export(device):
     calls = [node for node in program.graph.nodes if "flash_attn" in str(node.target)]
     assert len(calls) == 1
     torch.testing.assert_close(program.module()(x, src_key_padding_mask=padding), expected)
+
+
+def test_multihead_nested_lengths_must_agree():
+    module = MultiheadAttention(8, 2, batch_first=True)
+
+    def nested(*lengths):
+        return torch.nested.nested_tensor([torch.randn(n, 8) for n in lengths])
+
+    with pytest.raises(ValueError, match="nested key and value must have the same lengths"):
+        module(nested(1, 1), nested(2, 6), nested(3, 5), need_weights=False)
+    with pytest.raises(ValueError, match="is_causal needs seqlen_q = seqlen_k"):
+        keys = nested(2, 6)
+        module(nested(1, 6), keys, keys, need_weights=False, is_causal=True)

@@ -196,6 +196,8 @@ class RotaryEmbedding(torch.nn.Module):
         pos_idx_in_fp32: bool = True,
     ):
         super().__init__()
+        if dim < 2 or dim % 2:
+            raise ValueError(f"flash_attn: dim must be even and positive, got {dim}")
         self.dim, self.base, self.interleaved = dim, float(base), interleaved
         self.scale_base = scale_base
         even = torch.arange(0, dim, 2, device=device, dtype=torch.float32)
@@ -210,7 +212,11 @@ class RotaryEmbedding(torch.nn.Module):
         found = self._cos_cached
         if found is not None and seqlen <= self._seq_len_cached:
             # Tables of inference mode cannot be saved for a backward pass. Dynamo cannot ask.
-            unfit = self.training and not torch.compiler.is_compiling() and found.is_inference()
+            unfit = (
+                not torch.compiler.is_compiling()
+                and found.is_inference()
+                and not torch.is_inference_mode_enabled()
+            )
             if found.device == device and found.dtype == dtype and not unfit:
                 return
         self._seq_len_cached = seqlen

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Cross entropy with label smoothing, a logit scale and the z-loss, under FlashAttention 2's names.
 
-By torch, in fp32 whatever the logits are: nothing of attention, but clients import it from here.
+By torch, in fp32 (fp64 with fp64) whatever the logits are: nothing of attention, but clients import
+it from here.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class CrossEntropyLoss(torch.nn.Module):
     def forward(
         self, input: Tensor, target: Tensor, precomputed_lse: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """The loss, a float32 scalar or (rows,)."""
+        """The loss, float32 (float64 with float64), a scalar or (rows,)."""
         loss, z_loss = cross_entropy_loss(
             input,
             target,

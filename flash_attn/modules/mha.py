@@ -132,6 +132,8 @@ def _attend(module: FlashSelfAttention, q, k, v, causal, lengths, key_padding_ma
         "deterministic": module.deterministic,
     }
     if lengths[0] is None:
+        if lengths[1] is not None:
+            raise ValueError("flash_attn: cu_seqlens_k needs cu_seqlens")
         mask = None if key_padding_mask is None else key_padding_mask.bool()[:, None, None, :]
         return flash_attn_func(q, k, v, **options, attn_bias=mask)
     if key_padding_mask is not None:
@@ -264,7 +266,10 @@ class MHA(nn.Module):
         max_seqlen=None,
         mixer_subset=None,
         inference_params=None,
-        **kwargs,
+        *,
+        causal=None,
+        cu_seqlens_k=None,
+        max_seqlen_k=None,
     ):
         """Attention of x to itself or to x_kv.
 
@@ -278,7 +283,10 @@ class MHA(nn.Module):
             mixer_subset: indices of the rows of x that ask; only with cross_attn.
             inference_params: `flash_attn.utils.generation.InferenceParams` or alike: new keys are
                 appended to the cache of `layer_idx`, without gradients.
-            **kwargs: ignored.
+            causal: overrides the module's; not with a cache.
+            cu_seqlens_k: (batch + 1,), int32, cumulative lengths of packed keys, only with
+                cross_attn and cu_seqlens; default cu_seqlens.
+            max_seqlen_k: not needed.
         Returns:
             (batch, seqlen, embed_dim) or (total, embed_dim); with return_residual that and the
             input of the key projection.
@@ -286,6 +294,10 @@ class MHA(nn.Module):
             ValueError: arguments that exclude each other.
         """
         self._check_call(x_kv, key_padding_mask, cu_seqlens, mixer_subset, inference_params)
+        if cu_seqlens_k is not None and (cu_seqlens is None or not self.cross_attn):
+            raise ValueError("flash_attn: cu_seqlens_k needs cross_attn=True and cu_seqlens")
+        if causal is not None and inference_params is not None:
+            raise ValueError("flash_attn: inference_params excludes causal: set the module's")
         residual = x if x_kv is None else x_kv
         q, kv = self._project(x, residual, mixer_subset)
         if inference_params is not None:
@@ -293,7 +305,10 @@ class MHA(nn.Module):
         else:
             if self.rotary_emb_dim > 0:
                 q, kv = self._rotate(q, kv, 0, cu_seqlens, max_seqlen)
-            context = self._attend(q, kv, cu_seqlens, max_seqlen, key_padding_mask)
+            lengths = cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k
+            if cu_seqlens_k is None:
+                lengths = (cu_seqlens, max_seqlen) * 2
+            context = self._attend(q, kv, causal, lengths, key_padding_mask)
         out = self.out_proj(context.flatten(-2))
         return (out, residual) if self.return_residual else out
 
@@ -307,6 +322,8 @@ class MHA(nn.Module):
                 raise ValueError(
                     "flash_attn: inference_params excludes key_padding_mask and cu_seqlens"
                 )
+        if mixer_subset is not None and cu_seqlens is not None:
+            raise ValueError("flash_attn: mixer_subset and cu_seqlens exclude each other, got both")
         if self.dwconv and (inference_params is not None or cu_seqlens is not None):
             raise NotImplementedError(
                 "flash_attn: dwconv needs whole sequences, without cu_seqlens and inference_params"
@@ -326,9 +343,8 @@ class MHA(nn.Module):
         heads = q.unflatten(-1, (self.num_heads, self.head_dim))
         return heads, kv.unflatten(-1, (2, self.num_heads_kv, self.head_dim))
 
-    def _attend(self, q, kv, cu_seqlens, max_seqlen, key_padding_mask) -> Tensor:
-        lengths = (cu_seqlens, max_seqlen) * 2
-        arguments = (q, kv, None, *lengths, key_padding_mask)
+    def _attend(self, q, kv, causal, lengths, key_padding_mask) -> Tensor:
+        arguments = (q, kv, causal, *lengths, key_padding_mask)
         if self.checkpointing and torch.is_grad_enabled():
             return checkpoint(self.inner_cross_attn, *arguments, use_reentrant=False)
         return self.inner_cross_attn(*arguments)

@@ -160,7 +160,13 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             q, k, v = self._project(rows, rows, rows)
             cu_k = cu_q
         else:
-            (key_rows, cu_k), (value_rows, _) = _packed(key), _packed(value)
+            (key_rows, cu_k), (value_rows, cu_v) = _packed(key), _packed(value)
+            if not torch.equal(cu_k, cu_v):
+                raise ValueError("flash_attn: nested key and value must have the same lengths")
+            if is_causal and not torch.equal(cu_q, cu_k):
+                raise ValueError(
+                    "flash_attn: is_causal needs seqlen_q = seqlen_k in every nested sequence"
+                )
             q, k, v = self._project(rows, key_rows, value_rows)
         out = flash_attn_varlen_func(
             self._heads(q),

@@ -40,6 +40,13 @@ def cross_entropy_loss(
             "flash_attn: process_group must be None or of one process: cross entropy over a split "
             "vocabulary is not implemented"
         )
+    if labels.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"flash_attn: labels must have shape {tuple(logits.shape[:-1])}, got "
+            f"{tuple(labels.shape)}"
+        )
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"flash_attn: label_smoothing must be 0 to 1, got {label_smoothing}")
     dtype = torch.promote_types(logits.dtype, torch.float32)
     scaled = logits.to(dtype)
     if logit_scale != 1.0:
