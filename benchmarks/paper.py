@@ -23,7 +23,7 @@ import csv
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import paper_attention
@@ -48,7 +48,7 @@ class Table:
 
     make: Callable[[Setting], Rows]
     picture: tuple[str, str, bool]
-    losses: bool = field(default=False)  # rows carry "losses", drawn on their own
+    losses: bool = False  # rows carry "losses", drawn on their own
 
 
 TABLES = {

@@ -7,7 +7,6 @@ batches of real text, so that without dropout their losses differ by rounding al
 """
 
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -92,7 +91,7 @@ def compare(setting: Setting, task: Task) -> Iterator[dict]:
 def row_of(task: Task, impl: str, found: dict) -> dict:
     row: dict[str, object] = {"case": task.name, "impl": impl}
     if found.get("failed"):
-        return row | {"note": found["failed"]}
+        return row | {"note": found["failed"][:160]}
     return row | {
         "ms": found["seconds"] * 1e3,
         "tokens/s": task.batch * task.seqlen / found["seconds"],
@@ -105,24 +104,10 @@ def row_of(task: Task, impl: str, found: dict) -> dict:
 
 def train(task: Task, impl: str) -> dict:
     """What one run reported."""
-    from tqdm import tqdm
+    from flash_attn._demo import follow
 
     command = [sys.executable, __file__, json.dumps(asdict(task)), impl]
-    found: dict = {"losses": []}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    with process, tqdm(total=task.steps, desc=f"{task.name} {impl}", unit="step") as bar:
-        for line in process.stdout:
-            fields = json.loads(line)
-            if "loss" in fields:
-                found["losses"].append(fields["loss"])
-                bar.set_postfix(loss=f"{fields['loss']:.3f}")
-                bar.update()
-            else:
-                found |= fields
-        errors = process.stderr.read().strip().splitlines()
-    if process.returncode:
-        found["failed"] = errors[-1][:160] if errors else f"exit status {process.returncode}"
-    return found
+    return follow(command, task.steps, f"{task.name} {impl}")
 
 
 # ---- one run, in a process of its own

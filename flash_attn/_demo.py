@@ -201,12 +201,21 @@ def generate(model, settings: Settings) -> dict:
 
 def collect(settings: Settings, implementation: str) -> dict:
     """Starts one run, shows its progress, returns what it reported."""
+    command = [sys.executable, "-m", __name__, implementation, json.dumps(asdict(settings))]
+    return follow(command, settings.steps, f"{implementation:>10}")
+
+
+def follow(command: list[str], steps: int, title: str) -> dict:
+    """Runs a command that trains and reports one JSON object a line, under a progress bar.
+
+    Returns:
+        All that it reported; its losses as the list "losses"; why it "failed", if it did.
+    """
     from tqdm import tqdm
 
-    command = [sys.executable, "-m", __name__, implementation, json.dumps(asdict(settings))]
     found: dict = {"losses": []}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    with process, tqdm(total=settings.steps, desc=f"{implementation:>10}", unit="step") as bar:
+    with process, tqdm(total=steps, desc=title, unit="step") as bar:
         for line in process.stdout:
             fields = json.loads(line)
             if "loss" in fields:
