@@ -230,7 +230,7 @@ __global__ void __launch_bounds__(Tile::kWarps * 32, blocks_per_sm<Tile>())
 // Bytes of partial results; of a counter of tasks (forward_even_pair.cuh).
 template <class Tile>
 int64_t forward_workspace(const AttnParams& p, int, int num_splits) {
-  if (num_splits > 1) return num_splits * lse_rows(p) * (partial_columns(p) + 2) * int64_t{4};
+  if (num_splits > 1) return partial_bytes(p, num_splits);
   return Tile::kPairs ? sizeof(unsigned) : 0;
 }
 
@@ -251,12 +251,7 @@ int launch_forward(const AttnParams& p, const Plan& plan, void* workspace, void*
     grid.steps = ScoreSteps(p);
     grid.scale = grid.steps.scale();
   }
-  if (plan.num_splits > 1) {
-    grid.partial.rows = lse_rows(p);
-    grid.partial.out = static_cast<float*>(workspace);
-    grid.partial.sums = reinterpret_cast<float2*>(
-        grid.partial.out + grid.partial.rows * plan.num_splits * partial_columns(p));
-  }
+  grid.partial = partial_result(p, plan.num_splits, workspace);
   void (*kernel)(AttnParams, ForwardGrid);
   if constexpr (Tile::kPairs)
     kernel = forward_pair_kernel<Element, Tile>;

@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(ForwardSizes<Tile>::kThreads, 1)
 
 // Bytes of partial results.
 inline int64_t forward_workspace(const AttnParams& p, int, int num_splits) {
-  return num_splits > 1 ? num_splits * lse_rows(p) * (partial_columns(p) + 2) * int64_t{4} : 0;
+  return partial_bytes(p, num_splits);
 }
 
 template <class Element, class Tile, Score kScore>
@@ -132,12 +132,7 @@ int launch_forward(const AttnParams& p, const Plan& plan, void* workspace, void*
     grid.steps = ScoreSteps(p);
     grid.scale = grid.steps.scale();
   }
-  if (plan.num_splits > 1) {
-    grid.partial.rows = lse_rows(p);
-    grid.partial.out = static_cast<float*>(workspace);
-    grid.partial.sums = reinterpret_cast<float2*>(
-        grid.partial.out + grid.partial.rows * plan.num_splits * partial_columns(p));
-  }
+  grid.partial = partial_result(p, plan.num_splits, workspace);
   ForwardMaps maps;
   const bool packed = p.seq_k.cu_seqlens != nullptr;
   const int64_t rows = packed ? p.seq_k.total : p.seqlen_k;

@@ -30,6 +30,19 @@ FA_HD int64_t lse_rows(const AttnParams& p) {
   return (packed ? p.seq_q.total : int64_t{p.batch} * p.seqlen_q) * p.heads_q;
 }
 
+// Bytes of the partial results in the workspace; none where there is one split.
+inline int64_t partial_bytes(const AttnParams& p, int num_splits) {
+  return num_splits > 1 ? num_splits * lse_rows(p) * (partial_columns(p) + 2) * int64_t{4} : 0;
+}
+
+// Where they lie in it.
+inline PartialResult partial_result(const AttnParams& p, int num_splits, void* workspace) {
+  if (num_splits <= 1) return {};
+  const int64_t rows = lse_rows(p);
+  float* out = static_cast<float*>(workspace);
+  return {out, reinterpret_cast<float2*>(out + rows * num_splits * partial_columns(p)), rows};
+}
+
 struct RowEnd {
   float m, l;
   float factor;  // of the accumulators
