@@ -3,6 +3,7 @@
 
 import csv
 import io
+import os
 import shutil
 import subprocess
 import sys
@@ -15,8 +16,12 @@ from shapes import Shape
 from timing import measure, peak_bytes
 from workload import Problem, check, reference
 
-FAILURES = (Unsupported, RuntimeError, NotImplementedError, ValueError, ImportError)
+FAILURES = (
+    *(Unsupported, RuntimeError, NotImplementedError, ValueError, ImportError),
+    *(OSError, subprocess.SubprocessError),
+)
 METRICS = "dram__bytes_read.sum", "dram__bytes_write.sum"
+NCU_SECONDS = 180  # of one implementation under ncu
 
 
 @dataclass(frozen=True)
@@ -93,24 +98,35 @@ def attention(setting: Setting) -> Iterator[dict]:
 
 def traffic(setting: Setting) -> Iterator[dict]:
     """GB read and written in device memory by one forward and backward pass, by ncu's counters"""
-    needs = "a GPU" if not setting.cuda else "" if shutil.which("ncu") else "ncu (Nsight Compute)"
+    program = find_ncu()
+    needs = "a GPU" if not setting.cuda else "" if program else "ncu (Nsight Compute)"
     shape = title_problem(setting.small)
     for impl in setting.impls:
         row: dict[str, object] = {"case": shape.name, "impl": impl}
         try:
-            row |= {"needs": needs} if needs else counted(setting, impl)
+            row |= {"needs": needs} if needs else counted(program, setting, impl)
         except FAILURES as error:
-            row["note"] = str(error)[:160]
+            row["note"] = reason_of(error)
         yield row
 
 
-def counted(setting: Setting, impl: str) -> dict[str, object]:
-    """One implementation's traffic: a process of its own under ncu. Caches stay as they are between
-    kernels, as without ncu."""
-    command = ["ncu", "--profile-from-start", "off", "--cache-control", "none", "--csv"]
-    command += ["--print-units", "base", "--metrics", ",".join(METRICS)]
+def find_ncu() -> str | None:
+    """ncu on the path, or beside nvcc."""
+    homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
+    places = [shutil.which("ncu", path=os.path.join(home, "bin")) for home in homes if home]
+    return shutil.which("ncu") or next((place for place in places if place), None)
+
+
+def counted(program: str, setting: Setting, impl: str) -> dict[str, object]:
+    """One implementation's traffic: a process of its own under ncu. Caches and clocks stay as they
+    are, as without ncu."""
+    command = [program, "--profile-from-start", "off", "--cache-control", "none"]
+    command += ["--clock-control", "none", "--csv", "--print-units", "base"]
+    command += ["--metrics", ",".join(METRICS)]
     command += [sys.executable, __file__, impl, "small" if setting.small else "whole"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=NCU_SECONDS)
+    if "ERR_NVGPUCTRPERM" in done.stdout + done.stderr:
+        return {"needs": "the driver's permission to read the GPU's counters"}
     begin = done.stdout.find('"ID"')
     if done.returncode or begin < 0:
         lines = (done.stdout + done.stderr).strip().splitlines() or ["ncu printed nothing"]

@@ -10,14 +10,15 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from statistics import median
+from dataclasses import asdict, dataclass, replace
+from statistics import mean, median
 
 import torch
 from paper_attention import Setting  # puts a checkout that is built in place on the path
 
 WARM_UP = 5  # steps that are not timed
 MASKED = 0.15  # of BERT's tokens
+OTHER_SEED = "eager, another seed"
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Task:
     steps: int
     dropout: float
     learning_rate: float = 6e-4
-    seed: int = 0
+    seed: int = 0  # of the weights
 
     @property
     def name(self) -> str:
@@ -55,7 +56,8 @@ def task_of(setting: Setting, model: str, batch: int, seqlen: int) -> Task:
 def gpt2(setting: Setting) -> Iterator[dict]:
     """A step of training GPT-2 small: milliseconds, GiB, losses"""
     for batch, seqlen in ((16, 1024), (4, 4096)):
-        yield from compare(setting, task_of(setting, "gpt2", batch, seqlen))
+        task = task_of(setting, "gpt2", batch, seqlen)
+        yield from compare(setting, task, noise=seqlen == 1024)  # eager is slow at 4,096
 
 
 def bert(setting: Setting) -> Iterator[dict]:
@@ -78,14 +80,42 @@ def context(setting: Setting) -> Iterator[dict]:
         yield row
 
 
-def compare(setting: Setting, task: Task) -> Iterator[dict]:
-    """One row an implementation; `off` is the largest distance of a loss from eager's."""
-    rows = [row_of(task, impl, train(task, impl)) for impl in setting.impls]
-    eager = next((row.get("losses") for row in rows if row["impl"] == "eager"), None)
-    for row in rows:
-        if eager and row.get("losses"):
-            row["off"] = max(abs(a - b) for a, b in zip(row["losses"], eager, strict=True))
-        yield row
+def compare(setting: Setting, task: Task, noise: bool = True) -> Iterator[dict]:
+    """One row an implementation, and with `noise` one of eager attention whose weights begin with
+    another seed, over the same batches. Rows are completed by `judge` at the end."""
+    rows: dict[str, dict] = {}
+    for impl in setting.impls:
+        rows[impl] = row_of(task, impl, train(task, impl))
+        yield rows[impl]
+    if "eager" not in rows:
+        return
+    if noise and len(rows) > 1:
+        other = replace(task, seed=task.seed + 1)
+        rows[OTHER_SEED] = row_of(task, OTHER_SEED, train(other, "eager"))
+        yield rows[OTHER_SEED]
+    judge(rows)
+
+
+def judge(rows: dict[str, dict]) -> None:
+    """Adds `off` to each row that has losses, its distance from eager's, and where another seed is
+    among them `agrees`, whether it is at most that one's, and a note if not.
+
+    `off` is the mean over the second half of the steps, when all have left the first steep fall.
+    """
+    eager = rows["eager"].get("losses")
+    found = {name: row for name, row in rows.items() if eager and row.get("losses")}
+    for row in found.values():
+        pairs = list(zip(row["losses"], eager, strict=True))
+        row["off"] = mean(abs(a - b) for a, b in pairs[len(pairs) // 2 :])
+    if OTHER_SEED not in found:
+        return
+    noise = found[OTHER_SEED]["off"]
+    for name, row in found.items():
+        if name in ("eager", OTHER_SEED):
+            continue
+        row["agrees"] = "within seed noise" if row["off"] <= noise else "no"
+        if row["agrees"] == "no":
+            row["note"] = f"losses further from eager's than another seed's ({noise:.1e})"
 
 
 def row_of(task: Task, impl: str, found: dict) -> dict:
@@ -114,12 +144,17 @@ def train(task: Task, impl: str) -> dict:
 
 
 def build_model(task: Task, impl: str):
-    import transformers
-
     from flash_attn.integrations.transformers import register
 
     name = register() if impl == "ours" else impl
     torch.manual_seed(task.seed)
+    with torch.device(task.device):  # where its weights are drawn
+        return _model(task, name)
+
+
+def _model(task: Task, name: str):
+    import transformers
+
     if task.model == "gpt2":
         config = transformers.GPT2Config(
             vocab_size=task.vocabulary,
@@ -132,7 +167,7 @@ def build_model(task: Task, impl: str):
             embd_pdrop=task.dropout,
             attn_implementation=name,
         )
-        return transformers.GPT2LMHeadModel(config).to(task.device)
+        return transformers.GPT2LMHeadModel(config)
     config = transformers.BertConfig(
         vocab_size=task.vocabulary,
         max_position_embeddings=task.seqlen,
@@ -144,15 +179,16 @@ def build_model(task: Task, impl: str):
         attention_probs_dropout_prob=task.dropout,
         attn_implementation=name,
     )
-    return transformers.BertForMaskedLM(config).to(task.device)
+    return transformers.BertForMaskedLM(config)
 
 
 def batches(task: Task) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(tokens, labels) of random places in real text, byte by byte; BERT's masked."""
+    """(tokens, labels) of random places in real text, byte by byte; BERT's masked. The same for
+    every seed of the weights."""
     from flash_attn._demo import read_text
 
     text = torch.frombuffer(bytearray(read_text(None)), dtype=torch.uint8)
-    places = torch.Generator().manual_seed(task.seed)
+    places = torch.Generator().manual_seed(0)
     while True:
         starts = torch.randint(len(text) - task.seqlen, (task.batch,), generator=places)
         tokens = torch.stack([text[s : s + task.seqlen] for s in starts.tolist()]).long()

@@ -13,6 +13,7 @@ import json
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -214,19 +215,24 @@ def follow(command: list[str], steps: int, title: str) -> dict:
     from tqdm import tqdm
 
     found: dict = {"losses": []}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    with process, tqdm(total=steps, desc=title, unit="step") as bar:
+    pace = 0.1 if sys.stderr.isatty() else 10  # seconds: a log keeps every state of the bar
+    with (
+        tempfile.TemporaryFile("w+", errors="replace") as messages,  # a pipe could fill up
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=messages, text=True) as process,
+        tqdm(total=steps, desc=title, unit="step", mininterval=pace) as bar,
+    ):
         for line in process.stdout:
             fields = json.loads(line)
             if "loss" in fields:
                 found["losses"].append(fields["loss"])
-                bar.set_postfix(loss=f"{fields['loss']:.4f}")
+                bar.set_postfix(loss=f"{fields['loss']:.4f}", refresh=False)
                 bar.update()
             else:
                 found |= fields
-        errors = process.stderr.read()
+        process.wait()
+        messages.seek(0)
+        lines = messages.read().strip().splitlines()
     if process.returncode:
-        lines = errors.strip().splitlines()
         found["failed"] = lines[-1] if lines else f"exit status {process.returncode}"
     return found
 

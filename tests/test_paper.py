@@ -55,6 +55,35 @@ def test_paper_training_table(name, device, tmp_path):
     assert row["tokens/s"] > 0 and row["first_loss"] == runs["ours"]["losses"][0]
 
 
+def test_paper_judges_losses_by_another_seed():
+    def rows(**losses):
+        return {name: {"losses": found} for name, found in losses.items()}
+
+    found = rows(eager=[9.0, 4.0, 3.0, 2.0], ours=[1.0, 4.0, 3.1, 2.0], sdpa=[9.0, 4.0, 3.0, 3.0])
+    paper_training.judge(found)
+    assert found["ours"]["off"] == pytest.approx(0.05) and "agrees" not in found["ours"]
+    found[paper_training.OTHER_SEED] = {"losses": [9.0, 4.0, 3.2, 2.2]}
+    paper_training.judge(found)
+    assert found["ours"]["agrees"] == "within seed noise" and "note" not in found["ours"]
+    assert found["sdpa"]["agrees"] == "no" and "further" in found["sdpa"]["note"]
+    found = {"eager": {"note": "out of memory"}, "ours": {"losses": [1.0]}}
+    paper_training.judge(found)
+    assert "off" not in found["ours"]
+
+
+def test_paper_rows_are_written_as_they_come(tmp_path, monkeypatch):
+    """A run that is cut off leaves what it has measured."""
+
+    def broken(setting):
+        yield {"impl": "ours", "ms": 1.0}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(paper, "TABLES", {"broken": paper.Table(broken, ("", "ms", False))})
+    with pytest.raises(KeyboardInterrupt):
+        paper.main(["broken", "--device", "cpu", "--out", str(tmp_path)])
+    assert rows_of(tmp_path / "broken.csv") == [{"impl": "ours", "ms": "1.0"}]
+
+
 def test_paper_failed_training_says_why():
     pytest.importorskip("transformers")
     task = paper_training.task_of(Setting("cpu", True, (), 1, 0.0), "gpt2", 2, 512)
