@@ -312,6 +312,10 @@ def _register() -> None:
             _ops.backward, info.batch_size, in_dims, arguments
         ),
     )
+    torch.library.register_vmap(
+        "flash_attn::rotary",
+        lambda info, in_dims, *arguments: _vmap_rotary(info.batch_size, in_dims, arguments),
+    )
 
 
 def _no_gradient(name):
@@ -345,6 +349,19 @@ def _vmap_backward(apply, size: int, in_dims, arguments):
     return tuple(
         _unfold(grad, size) if want else grad for grad, want in zip(grads, wanted, strict=True)
     ), tuple(0 if want else None for want in wanted)
+
+
+def _vmap_rotary(size: int, in_dims, arguments):
+    """The operator `rotary`: x, cos, sin, offsets (one for each batch entry), and two bools."""
+    x, cos, sin, offsets, *rest = arguments
+    if size == 0:
+        shape = x.shape if in_dims[0] is None else x.movedim(in_dims[0], 0).shape[1:]
+        return x.new_empty((0, *shape)), 0
+    if in_dims[1] is not None or in_dims[2] is not None:
+        (out,), (dim,) = _vmap_loop(lambda *x: (_ops.rotary(*x),), size, in_dims, arguments)
+        return out, dim
+    x, offsets = _fold(x, in_dims[0], size), _fold(offsets, in_dims[3], size)
+    return _unfold(_ops.rotary(x, cos, sin, offsets, *rest), size), 0
 
 
 def _foldable(lengths, bias, slopes, rest, in_dims) -> bool:

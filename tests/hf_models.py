@@ -161,20 +161,23 @@ def generate(model, tokens, arguments, cache):
     )
 
 
-def check_continuous_batching(net, model):
+def check_continuous_batching(net, model, graphs=False, asynchronous=False):
     """Requests of several lengths through one paged cache give the tokens of each alone."""
     prompts = [torch.randint(1, VOCABULARY, (n,)).tolist() for n in (5, 17, 1)]
     settings = transformers.GenerationConfig(
         max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
     pages = transformers.ContinuousBatchingConfig(
-        num_blocks=16, max_batch_tokens=64, use_cuda_graph=False, use_async_batching=False
+        num_blocks=16,
+        max_batch_tokens=64,
+        use_cuda_graph=graphs,
+        use_async_batching=asynchronous,
     )
     results = net.generate_batch(
         inputs=prompts,
         generation_config=settings,
         continuous_batching_config=pages,
-        warmup=False,
+        warmup=graphs,
     )
     made = {tuple(r.prompt_ids): r.generated_tokens for r in results.values()}
     alone = build(model, "eager", torch.float32, net.device).eval()

@@ -166,6 +166,86 @@ def test_rotary_embedding_tables_follow():
     torch.testing.assert_close(rounded._cos_cached[49, 1], exact)
 
 
+def test_xpos_keys_of_a_cache_keep_their_meaning():
+    """Each step makes the tables longer: scores with keys rotated earlier are those of one pass."""
+    rotary, whole = (RotaryEmbedding(8, scale_base=4.0) for _ in range(2))
+    qkv = torch.randn(1, 12, 3, 1, 8)
+    q, k, _ = whole(qkv.clone()).unbind(2)
+    expected = torch.einsum("bihd,bjhd->ij", q, k).tril()
+    queries, keys = [], []
+    for first, last in ((0, 5), (5, 6), (6, 11), (11, 12)):
+        one, kv = rotary(
+            qkv[:, first:last, 0].clone(), qkv[:, first:last, 1:].clone(), seqlen_offset=first
+        )
+        queries.append(one)
+        keys.append(kv[:, :, 0])
+    found = torch.einsum("bihd,bjhd->ij", torch.cat(queries, 1), torch.cat(keys, 1)).tril()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_rotary_embedding_reaches_what_it_must():
+    """max_seqlen is a hint where the offset is an int; where only the device knows it is needed."""
+    rotary = RotaryEmbedding(8)
+    x = torch.randn(2, 3, 3, 1, 8)
+    assert torch.equal(
+        rotary(x.clone(), seqlen_offset=4, max_seqlen=2), rotary(x.clone(), seqlen_offset=4)
+    )
+    offset = torch.tensor([4, 1])
+    with pytest.raises(ValueError, match="max_seqlen must be given"):
+        RotaryEmbedding(8)(x.clone(), seqlen_offset=offset)
+
+
+@LAYOUTS
+@pytest.mark.parametrize("offset", [3, "tensor"])
+def test_rotary_jvp_and_vmap(interleaved, offset):
+    """A rotation is linear: its tangent is the tangent rotated; and every mapped form is a loop's
+    result."""
+    cos, sin = tables(dtype=torch.float64)
+    offsets = torch.tensor([1, 4], dtype=torch.int32) if offset == "tensor" else offset
+    x, dx = torch.randn(2, 3, 2, 5, 3, 12, dtype=torch.float64)[:, 0]
+
+    def rotate(x, cos=cos, sin=sin, offsets=offsets):
+        return apply_rotary_emb(x, cos, sin, interleaved, seqlen_offsets=offsets)
+
+    out, tangent = torch.func.jvp(rotate, (x,), (dx,))
+    assert torch.equal(out, rotate(x)) and torch.equal(tangent, rotate(dx))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, dx)
+        assert torch.equal(torch.autograd.forward_ad.unpack_dual(rotate(dual)).tangent, tangent)
+    many = torch.randn(4, 2, 5, 3, 12, dtype=torch.float64)
+    expected = torch.stack([rotate(each) for each in many])
+    assert torch.equal(torch.vmap(rotate)(many), expected)
+    assert torch.equal(torch.vmap(rotate, 1, 1)(many.transpose(0, 1)), expected.transpose(0, 1))
+    more = cos.expand(4, *cos.shape).clone(), sin.expand(4, *sin.shape).clone()
+    assert torch.equal(torch.vmap(rotate)(many, *more), expected)
+    assert torch.equal(
+        torch.vmap(lambda x: apply_rotary(x, cos, sin))(many)[1], apply_rotary(many[1], cos, sin)
+    )
+    assert torch.vmap(rotate)(many[:0]).shape == many[:0].shape
+    # Over gradients: the mapped backward pass.
+    per_entry = torch.vmap(torch.func.grad(lambda x: rotate(x).pow(3).sum()))(many)
+    leaf = many.clone().requires_grad_()
+    rotate_all = torch.stack([rotate(each) for each in leaf]).pow(3).sum()
+    torch.testing.assert_close(per_entry, torch.autograd.grad(rotate_all, leaf)[0])
+    if offset == "tensor":
+        lots = torch.tensor([[1, 4], [0, 0], [5, 2], [6, 1]], dtype=torch.int32)
+        found = torch.vmap(lambda x, o: rotate(x, offsets=o))(many, lots)
+        each = [rotate(x, offsets=o) for x, o in zip(many, lots, strict=True)]
+        assert torch.equal(found, torch.stack(each))
+
+
+def test_rotary_gradcheck():
+    """Second derivatives and forward mode over reverse."""
+    cos, sin = tables(dtype=torch.float64)
+    x = torch.randn(1, 2, 1, 8, dtype=torch.float64, requires_grad=True)
+
+    def rotate(x):
+        return apply_rotary_emb(x, cos, sin).sin()
+
+    torch.autograd.gradcheck(rotate, x, check_forward_ad=True, check_batched_grad=True)
+    torch.autograd.gradgradcheck(rotate, x, check_fwd_over_rev=True)
+
+
 def test_rotate_half():
     x = torch.arange(4.0)
     assert rotate_half(x).tolist() == [-2, -3, 0, 1]
@@ -190,6 +270,8 @@ def test_rotary_compiles():
         ({"cos": torch.ones(11, 5)}, ValueError, "cos and sin"),
         ({"sin": 1.0}, TypeError, "sin must be a torch.Tensor"),
         ({"seqlen_offsets": 7}, ValueError, "seqlen_offsets"),
+        ({"seqlen_offsets": -1}, ValueError, "seqlen_offsets must be >= 0, got -1"),
+        ({"seqlen_offsets": 1.5}, TypeError, "seqlen_offsets must be an int"),
         ({"seqlen_offsets": torch.ones(3, dtype=torch.int32)}, ValueError, "seqlen_offsets"),
         ({"cu_seqlens": torch.ones(3, dtype=torch.int32)}, ValueError, "x must have shape"),
     ],

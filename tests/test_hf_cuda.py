@@ -2,6 +2,11 @@
 """Hugging Face models on a GPU: "flash_attention_2" of an unmodified transformers is this package,
 and our own name beside it."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from conftest import needs_cuda
@@ -67,6 +72,18 @@ def test_fa2_generation_cuda(model, kind, cache, fa2):
 @pytest.mark.parametrize("model", ["llama-gqa", "gpt_oss-sinks"])
 def test_fa2_continuous_batching_cuda(model, fa2):
     check_continuous_batching(build(model, fa2, torch.float32, "cuda").eval(), model)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("model", ["llama-gqa", "gpt_oss-sinks"])
+def test_fa2_continuous_batching_graphs_cuda(model, asynchronous):
+    """The same captured in CUDA graphs, prefill and decoding; asynchronous: the next batch is
+    prepared while one runs, as transformers does by default."""
+    program = Path(__file__).with_name("hf_graphs.py")
+    command = [sys.executable, str(program), model, str(int(asynchronous))]
+    paths = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=paths)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
 
 
 @pytest.mark.parametrize("way", ["flash_attention_2", "registered"])

@@ -212,6 +212,8 @@ def test_hf_sinks_softcap_and_bias(name):
 def test_hf_names(wrong):
     with pytest.raises(ValueError, match="name"):
         register(wrong)
+    with pytest.raises(TypeError, match="name must be a str, got int"):
+        register(5)
 
 
 @pytest.mark.parametrize("model, kind", [("gpt2", "left"), ("gemma2-softcap", "packed")])

@@ -196,8 +196,6 @@ def test_mha_generation(name, lengths, device):
     """A prompt, then token by token through the cache, gives what one pass gives."""
     mha = MHA(64, 4, causal=True, layer_idx=3, **GENERATION[name], device=device)
     x = torch.randn(2, 11, 64, device=device)
-    if name == "xpos":  # the tables of a cache reach its capacity, and scale accordingly
-        mha._tables(16, x)
     expected = mha(x)
     state = InferenceParams(16, 3, batch_size_offset=1)
     if lengths:
@@ -322,3 +320,31 @@ def test_mha_rotary_after_inference_mode():
     assert torch.equal(out, expected) and x.grad.any()
     with pytest.raises(ValueError, match="dim must be even and positive, got 3"):
         MHA(24, 3, rotary_emb_dim=3)
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("kind", [{}, {"rotary_emb_scale_base": 32}], ids=["rotary", "xpos"])
+def test_mha_cache_of_another_dtype_under_autocast(cache_dtype, kind):
+    """The queries are taken to the cache, whose dtype stays."""
+    mha = MHA(64, 4, causal=True, layer_idx=0, rotary_emb_dim=8, **kind)
+    x = torch.randn(2, 7, 64)
+    state = InferenceParams(8, 2)
+    state.key_value_memory_dict[0] = mha.allocate_inference_cache(2, 8, cache_dtype)
+    found = []
+    with torch.autocast("cpu", torch.bfloat16):
+        for piece in x.split([5, 1, 1], 1):
+            found.append(mha(piece, inference_params=state))
+            state.seqlen_offset += piece.shape[1]
+    torch.testing.assert_close(torch.cat(found, 1).float(), mha(x), rtol=0.05, atol=0.02)
+    with pytest.raises(TypeError, match="q, k_cache and v_cache must have one dtype"):
+        mha.double()(x.double()[:, :1], inference_params=state)
+
+
+@pytest.mark.parametrize("longest", [None, 1, 3, 100])
+def test_mha_packed_rotary_takes_max_seqlen_as_a_hint(longest):
+    mha = MHA(64, 4, causal=True, rotary_emb_dim=8)
+    x = torch.randn(9, 64)
+    expected = torch.cat([mha(x[None, :2])[0], mha(x[None, 2:])[0]])
+    found = mha(x, cu_seqlens=packed([2, 7], "cpu"), max_seqlen=longest)
+    torch.testing.assert_close(found, expected)
+    assert mha(x[:0], cu_seqlens=packed([0, 0], "cpu"), max_seqlen=longest).shape == (0, 64)

@@ -255,6 +255,11 @@ WRONG = {
         ValueError,
         "key_padding_mask must have shape",
     ),
+    "padding-unbatched": (
+        lambda m, x: m(*[x[:, 0]] * 3, torch.ones(4, dtype=torch.bool), False),
+        ValueError,
+        r"key_padding_mask must have shape \(6,\), got \(4,\)",
+    ),
     "mask": (
         lambda m, x: m(x, x, x, None, False, torch.ones(6, 5, dtype=torch.bool)),
         ValueError,

@@ -61,8 +61,10 @@ def register(name: str = "exact_attention") -> str:
     Returns:
         The name.
     Raises:
-        ValueError: transformers would take the name for something else.
+        ValueError: transformers would take the name for something else.  TypeError: no str.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"flash_attn: name must be a str, got {type(name).__name__}")
     clash = [word for word in _RESERVED if word in name]
     if clash or not name:
         raise ValueError(

@@ -27,14 +27,35 @@ class _Rotation(torch.autograd.Function):
     def setup_context(ctx, inputs, output):
         _, cos, sin, offsets, cu_seqlens, ctx.interleaved, ctx.conjugate = inputs
         ctx.offsets = None if isinstance(offsets, Tensor) else offsets
-        ctx.save_for_backward(cos, sin, offsets if ctx.offsets is None else None, cu_seqlens)
+        saved = cos, sin, offsets if ctx.offsets is None else None, cu_seqlens
+        ctx.save_for_backward(*saved)
+        ctx.save_for_forward(*saved)
 
     @staticmethod
     def backward(ctx, grad):
-        cos, sin, offsets, cu_seqlens = ctx.saved_tensors
-        offsets = offsets if ctx.offsets is None else ctx.offsets
-        options = (offsets, cu_seqlens, ctx.interleaved, not ctx.conjugate)
-        return _Rotation.apply(grad, cos, sin, *options), None, None, None, None, None, None
+        return _again(ctx, grad, not ctx.conjugate), None, None, None, None, None, None
+
+
+class _EagerRotation(_Rotation):
+    """With forward mode and vmap, which Dynamo does not trace."""
+
+    generate_vmap_rule = True  # by the operator's own
+
+    @staticmethod
+    def jvp(ctx, tangent, *_):
+        return _again(ctx, tangent, ctx.conjugate)
+
+
+def _rotated(*arguments) -> Tensor:
+    kind = _Rotation if torch.compiler.is_compiling() else _EagerRotation
+    return kind.apply(*arguments)
+
+
+def _again(ctx, x: Tensor, conjugate: bool) -> Tensor:
+    """x as ctx's input was rotated, or back."""
+    cos, sin, offsets, cu_seqlens = ctx.saved_tensors
+    offsets = offsets if ctx.offsets is None else ctx.offsets
+    return _rotated(x, cos, sin, offsets, cu_seqlens, ctx.interleaved, conjugate)
 
 
 def apply_rotary_emb(
@@ -62,7 +83,7 @@ def apply_rotary_emb(
         As x.
     Raises as `flash_attn.ops.triton.rotary.apply_rotary`. Differentiable in x.
     """
-    out = _Rotation.apply(x, cos, sin, seqlen_offsets, cu_seqlens, interleaved, False)
+    out = _rotated(x, cos, sin, seqlen_offsets, cu_seqlens, interleaved, False)
     return x.copy_(out) if inplace else out
 
 
@@ -180,7 +201,8 @@ class RotaryEmbedding(torch.nn.Module):
         base: of the frequencies base ** (-2 i / dim).
         interleaved: pairs elements (0, 1), (2, 3), …; otherwise halves.
         scale_base: None, or xPos' (https://arxiv.org/abs/2212.10554): queries are scaled by
-            position / scale_base and keys by the inverse.
+            scale ** ((position - centre) / scale_base) and keys by the inverse. The centre is the
+            middle of the first table and stays there, so that keys in a cache keep their meaning.
         device: of the tables.
         pos_idx_in_fp32: accepted; positions are always counted in fp32.
     """
@@ -205,6 +227,7 @@ class RotaryEmbedding(torch.nn.Module):
         scale = None if scale_base is None else (even + 0.4 * dim) / (1.4 * dim)
         self.register_buffer("scale", scale, persistent=False)
         self._seq_len_cached = 0
+        self._centre: int | None = None  # xPos' position of scale 1
         self._cos_cached = self._sin_cached = self._cos_k_cached = self._sin_k_cached = None
 
     def _update_cos_sin_cache(self, seqlen: int, device=None, dtype=None) -> None:
@@ -231,7 +254,9 @@ class RotaryEmbedding(torch.nn.Module):
         if self.scale is None:
             self._cos_cached, self._sin_cached = cos.to(dtype), sin.to(dtype)
             return
-        power = (positions - seqlen // 2) / self.scale_base
+        if self._centre is None:
+            self._centre = seqlen // 2
+        power = (positions - self._centre) / self.scale_base
         scale = self.scale.to(device, torch.float32) ** power[:, None]
         self._cos_cached, self._sin_cached = (cos * scale).to(dtype), (sin * scale).to(dtype)
         self._cos_k_cached, self._sin_k_cached = (cos / scale).to(dtype), (sin / scale).to(dtype)
@@ -252,16 +277,21 @@ class RotaryEmbedding(torch.nn.Module):
                 num_heads, head_dim).
             kv: (batch, seqlen, 2, num_heads_k, head_dim).
             seqlen_offset: int, or (batch,) integers: the position of each first row.
-            max_seqlen: how far the tables must reach; needed where seqlen_offset is a tensor.
+            max_seqlen: how far the tables must reach; needed where seqlen_offset is a tensor and
+                no earlier call has made them.
             num_heads_q: query heads of a four-dimensional qkv without kv.
         Returns:
             qkv, or (q, kv).
         """
         reach = max_seqlen
-        if reach is None and isinstance(seqlen_offset, int):
-            reach = qkv.shape[1] + seqlen_offset
+        if not isinstance(seqlen_offset, Tensor):
+            reach = max(reach or 0, qkv.shape[1] + seqlen_offset)
         if reach is not None:
             self._update_cos_sin_cache(reach, qkv.device, qkv.dtype)
+        elif self._cos_cached is None:
+            raise ValueError(
+                "flash_attn: max_seqlen must be given where seqlen_offset is a tensor, got None"
+            )
         options = {"interleaved": self.interleaved, "seqlen_offsets": seqlen_offset}
         cos, sin, cos_k, sin_k = (
             self._cos_cached,

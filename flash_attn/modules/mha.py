@@ -279,7 +279,7 @@ class MHA(nn.Module):
             key_padding_mask: (batch, seqlen_k) bool, True is visible. Not with cu_seqlens nor a
                 cache.
             cu_seqlens: (batch + 1,), int32, cumulative lengths of packed sequences.
-            max_seqlen: not needed; with rotary it spares a look at cu_seqlens.
+            max_seqlen: not needed.
             mixer_subset: indices of the rows of x that ask; only with cross_attn.
             inference_params: `flash_attn.utils.generation.InferenceParams` or alike: new keys are
                 appended to the cache of `layer_idx`, without gradients.
@@ -304,7 +304,9 @@ class MHA(nn.Module):
             context = self._attend_cached(q, kv, inference_params)
         else:
             if self.rotary_emb_dim > 0:
-                q, kv = self._rotate(q, kv, 0, cu_seqlens, max_seqlen)
+                # No packed sequence is longer than all rows: nobody needs to look at cu_seqlens.
+                reach = q.shape[1] if cu_seqlens is None else q.shape[0]
+                q, kv = self._rotate(q, kv, 0, cu_seqlens, reach)
             lengths = cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k
             if cu_seqlens_k is None:
                 lengths = (cu_seqlens, max_seqlen) * 2
@@ -358,20 +360,17 @@ class MHA(nn.Module):
             return *tables, *tables
         return *tables, rotary._cos_k_cached, rotary._sin_k_cached
 
-    def _rotate(self, q, kv, offsets, cu_seqlens, max_seqlen, capacity=None):
-        """q and kv with rotated queries and keys; offsets as in `apply_rotary_emb`."""
+    def _rotate(self, q, kv, offsets, cu_seqlens, reach: int):
+        """q and kv with rotated queries and keys; offsets as in `apply_rotary_emb`; reach: no
+        position is further."""
         from ..layers.rotary import apply_rotary_emb
 
-        longest = q.shape[1] if cu_seqlens is None else max_seqlen
-        if longest is None:
-            longest = int(cu_seqlens.diff().max())
-        cos, sin, cos_k, sin_k = self._tables(capacity or int(longest), q)
+        cos, sin, cos_k, sin_k = self._tables(reach, q)
         k, v = kv.unbind(-3)
         options = {
             "interleaved": self.rotary_emb.interleaved,
             "seqlen_offsets": offsets,
             "cu_seqlens": cu_seqlens,
-            "max_seqlen": longest if cu_seqlens is not None else None,
         }
         q = apply_rotary_emb(q, cos, sin, **options)
         k = apply_rotary_emb(k, cos_k, sin_k, **options)
@@ -394,9 +393,10 @@ class MHA(nn.Module):
         if self.rotary_emb_dim > 0:
             # The cache's own rotation places each query only under causal, and knows no XPos.
             if self.causal and self.rotary_emb.scale is None:
-                cos, sin = self._tables(state.max_seqlen, q)[:2]
+                # In its dtype, to which autocast takes the queries.
+                cos, sin = self._tables(state.max_seqlen, cache)[:2]
             else:
-                q, kv = self._rotate(q, kv, lengths, None, None, state.max_seqlen)
+                q, kv = self._rotate(q, kv, lengths, None, state.max_seqlen)
         inner = self.inner_cross_attn
         return flash_attn_with_kvcache(
             q,

@@ -92,8 +92,11 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             )
         q, k, v = self._project(query, key, value)
         if rank == 2:
+            if key_padding_mask is not None:
+                if key_padding_mask.shape != key.shape[:1]:
+                    _shape_error("key_padding_mask", f"({len(key)},)", key_padding_mask)
+                key_padding_mask = key_padding_mask[None]
             q, k, v = q[None], k[None], v[None]
-            key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
         elif not self.batch_first:
             q, k, v = (x.transpose(0, 1) for x in (q, k, v))
         out = self._attend(q, k, v, key_padding_mask, attn_mask, is_causal)

@@ -77,7 +77,8 @@ def _rows(x, seqlen_offsets, cu_seqlens, positions: int) -> tuple[Tensor, Tensor
         batch, seqlen = x.shape[:2]
         if isinstance(seqlen_offsets, Tensor):
             return x, _checks.per_batch("seqlen_offsets", seqlen_offsets, x, batch)
-        if seqlen_offsets < 0 or seqlen_offsets + seqlen > positions:
+        _host_offset(seqlen_offsets)
+        if seqlen_offsets + seqlen > positions:
             _checks.shape_error(
                 f"cos must hold a row for each position up to seqlen_offsets + seqlen = "
                 f"{seqlen_offsets + seqlen}, got {positions}"
@@ -92,5 +93,16 @@ def _rows(x, seqlen_offsets, cu_seqlens, positions: int) -> tuple[Tensor, Tensor
         offsets = _checks.per_batch("seqlen_offsets", seqlen_offsets, x, len(ends) - 1)
         place = place + offsets[sequence]
     else:
+        _host_offset(seqlen_offsets)
         place = place + seqlen_offsets
     return x[:, None], place.masked_fill(row >= ends[-1], 0)
+
+
+def _host_offset(value) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(
+            "flash_attn: seqlen_offsets must be an int or an int32 or int64 tensor, got "
+            f"{type(value).__name__}"
+        )
+    if value < 0:
+        _checks.shape_error(f"seqlen_offsets must be >= 0, got {value}")
