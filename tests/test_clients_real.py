@@ -170,6 +170,46 @@ def test_trl_padding_free(tmp_path):
     torch.testing.assert_close(torch.tensor(losses[1]), torch.tensor(losses[0]), rtol=1e-3, atol=0)
 
 
+# Whether the CPU's fused operator serves it: not a learned bias, whose gradient it does not have.
+TIMM = {
+    "vit_tiny_patch16_224": True,
+    "eva02_tiny_patch14_224": True,
+    "beit_base_patch16_224": False,
+}
+
+
+@pytest.mark.parametrize("model", TIMM)
+def test_timm_vision_transformers(model, device):
+    """timm's models, unmodified, reach us through scaled_dot_product_attention: logits and the
+    gradients of every parameter are those of torch's math backend."""
+    timm = client("timm")
+    from torch.nn import attention
+
+    from flash_attn.integrations import torch_sdpa
+
+    if not hasattr(attention, "register_flash_attention_impl"):
+        pytest.skip(f"torch {torch.__version__} has no registry")
+    net = timm.create_model(model, img_size=56, num_classes=5, depth=2).to(device)
+    images = torch.randn(2, 3, 56, 56, device=device)
+
+    def run():
+        logits = net(images)
+        return logits, *torch.autograd.grad(logits.square().sum(), list(net.parameters()))
+
+    with attention.sdpa_kernel(attention.SDPBackend.MATH):
+        expected = run()
+    forward = torch_sdpa._Call.forward
+    with mock.patch.object(torch_sdpa._Call, "forward", autospec=True, side_effect=forward) as ours:
+        attention.activate_flash_attention_impl("flash_attn")
+        try:
+            found = run()
+        finally:
+            attention.restore_flash_attention_impl()
+    assert ours.call_count == (2 if TIMM[model] or device == "cuda" else 0)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4 * other.abs().max().item())
+
+
 def tokenizer():
     """One that knows nothing but its padding."""
     import tokenizers
