@@ -51,6 +51,24 @@ def test_dropout_philox_written_out(device):
     torch.testing.assert_close(out.max().item(), oracle.realised_scale(p) / 70)
 
 
+def test_dropout_counts_inside_each_packed_sequence(device):
+    """Rows and keys from the sequence's own beginning, batch being its index."""
+    seed, offset, p, lens_q, lens_k = 5, 9, 0.4, [21, 0, 34], [40, 3, 35]
+    philox = torch.tensor([seed, offset], device=device)
+    cu_q, cu_k = (
+        torch.tensor([0, *lens], device=device).cumsum(0, dtype=torch.int32)
+        for lens in (lens_q, lens_k)
+    )
+    q, k = (torch.zeros(sum(lens), 2, 8, device=device) for lens in (lens_q, lens_k))
+    v = torch.cat([torch.eye(n, 40, device=device) for n in lens_k])[:, None].expand(-1, 2, -1)
+    given = q, k, v.contiguous(), cu_q, cu_k, *(None,) * 14, philox
+    out, _ = torch.ops.flash_attn.forward(*given, 1.0, 0.0, p, -1, -1, 0, 0, False, 0)
+    keep = oracle.philox_keep(seed, offset, 3, 2, 34, 40, p)
+    for b, rows in enumerate(out.cpu().split(lens_q)):
+        found = rows.transpose(0, 1)[..., : lens_k[b]] > 0
+        assert torch.equal(found, keep[b, :, : lens_q[b], : lens_k[b]])
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "fp64"])
 def test_dropout_mask_equals_reference_bitwise(dtype, device):
     """What the kernels drop, read off one-hot values, is what S_dmask and the reference say."""

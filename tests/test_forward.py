@@ -57,6 +57,35 @@ def test_forward_returns(device):
     assert len(flash_attn.flash_attn_func(q, q, q, return_attn_probs=True, return_lse=True)) == 3
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("form", ["plain", "kvpacked", "qkvpacked"])
+def test_forward_returns_of_every_form(form, packed, device):
+    """out, or (out, lse), or (out, lse, S_dmask), by the same rule everywhere."""
+    qkv = torch.randn(*((6,) if packed else (2, 3)), 3, 2, 8, device=device)
+    given = {
+        "plain": qkv.unbind(-3),
+        "kvpacked": (qkv.select(-3, 0), qkv.narrow(-3, 1, 2)),
+        "qkvpacked": (qkv,),
+    }[form]
+    suffix = "" if form == "plain" else f"_{form}"
+    call = getattr(flash_attn, f"flash_attn{'_varlen' if packed else ''}{suffix}_func")
+    if packed:
+        cu = torch.tensor([0, 2, 6], dtype=torch.int32, device=device)
+        given = (*given, cu) if form == "qkvpacked" else (*given, cu, cu)
+    alone = call(*given)
+    out, lse = call(*given, return_lse=True)
+    for more in ({}, {"return_lse": True}):
+        three = call(*given, return_attn_probs=True, **more)
+        assert torch.equal(three[0], alone) and torch.equal(three[1], lse) and len(three) == 3
+    assert torch.equal(out, alone) and lse.shape == ((2, 6) if packed else (2, 2, 3))
+
+
+@pytest.mark.parametrize("dims", [(513, 1), (700, 1030)])
+def test_forward_head_dims_beyond_any_kernel_of_a_gpu(dims):
+    """The CPU has no largest one, gradients included."""
+    check(cases.Case(1, 9, 12, 2, 1, *dims, causal=True, lse_grad=True))
+
+
 def test_forward_window_kinds(device):
     """A tuple, a list and a CPU integer tensor mean the same."""
     q = torch.randn(1, 9, 2, 8, device=device)

@@ -122,6 +122,18 @@ def test_varlen_seqused_k(device):
         assert not grad[rest].any()
 
 
+def test_varlen_seqused_k_in_packed_forms(device):
+    cu = torch.tensor([0, 5, 17], dtype=torch.int32, device=device)
+    used = torch.tensor([2, 9], dtype=torch.int32, device=device)
+    qkv = torch.randn(17, 3, 2, 16, device=device)
+    plain = flash_attn.flash_attn_varlen_func(*qkv.unbind(1), cu, cu, 12, 12, seqused_k=used)
+    packed = flash_attn.flash_attn_varlen_qkvpacked_func(qkv, cu, 12, seqused_k=used)
+    half = flash_attn.flash_attn_varlen_kvpacked_func(
+        qkv[:, 0], qkv[:, 1:], cu, cu, 12, 12, seqused_k=used
+    )
+    assert torch.equal(plain, packed) and torch.equal(plain, half)
+
+
 @pytest.mark.parametrize("page_size", [1, 3, 16, 256])
 def test_varlen_paged_keys(page_size, device):
     """k and v as pages with a block table; entries of -1 and unused slots are never read."""
