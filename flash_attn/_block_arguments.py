@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from numbers import Integral
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,8 @@ LONGEST = 1 << 30
 
 
 def is_int(x) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool)
+    """Also numpy's."""
+    return isinstance(x, (int, Integral)) and not isinstance(x, bool)
 
 
 def integer(name: str, x, least: int) -> int:
@@ -21,7 +24,7 @@ def integer(name: str, x, least: int) -> int:
     if not least <= x <= LONGEST:
         allowed = f">= {least}" if x < least else "at most 2**30"
         raise ValueError(f"flash_attn: {name} must be {allowed}, got {x}")
-    return x
+    return int(x)
 
 
 def flag(name: str, x) -> bool:
@@ -74,4 +77,4 @@ def block_pair(block_size: int | tuple[int, int]) -> tuple[int, int]:
             f"flash_attn: block_size must be an int from 1 to 2**30 or a pair of them, got "
             f"{block_size!r}"
         )
-    return tuple(pair)
+    return int(pair[0]), int(pair[1])

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import math
 import os
+from numbers import Real
 from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
+from ._block_arguments import is_int
 from .masks import LONGEST, BlockMask
 
 DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
@@ -75,7 +77,10 @@ def inputs(
     if cast and autocast(device):
         q, k, v = _autocast(q, k, v)
         dtype = q.dtype
-    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
+    try:
+        q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
+    except RuntimeError:  # strided nested tensors have none
+        _layout_error(q, k, v, layout)
     rank = layout.rank_k
     if len(q_shape) != layout.rank_q or len(k_shape) != rank or len(v_shape) != rank:
         _rank_error(q, k, v, layout)
@@ -104,13 +109,19 @@ def inputs(
         shape_error(
             f"q and k must have one batch size, got {q_shape[0]} and {k_shape[0]} (shape[0])"
         )
-    if q.stride(-1) != 1:
-        q = q.contiguous()
-    if k.stride(-1) != 1:
-        k = k.contiguous()
-    if v.stride(-1) != 1:
-        v = v.contiguous()
+    if q.stride(-1) != 1 or k.stride(-1) != 1 or v.stride(-1) != 1:
+        if not (q.layout is k.layout is v.layout is torch.strided):
+            _layout_error(q, k, v, layout)
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     return q, k, v
+
+
+def _layout_error(q, k, v, layout: Layout) -> NoReturn:
+    kinds = ("nested" if x.is_nested else str(x.layout) for x in (q, k, v))
+    raise TypeError(
+        f"flash_attn: q, {layout.k} and {layout.v} must be dense tensors, got {', '.join(kinds)}; "
+        "sequences of several lengths are for flash_attn_varlen_func"
+    )
 
 
 def autocast(device: torch.device) -> bool:
@@ -171,11 +182,11 @@ def _head_dim_error(q, k, v, layout: Layout) -> NoReturn:
 
 
 def real(name: str, value, allowed: str) -> float:
-    """A finite Python number; a 0-d CPU tensor is accepted."""
+    """A finite number of Python's or numpy's; a 0-d CPU tensor is accepted."""
     if isinstance(value, Tensor) and value.dim() == 0 and value.device.type == "cpu":
         value = value.item()
     if isinstance(value, (bool, complex)) or not isinstance(
-        value, (int, float, torch.SymInt, torch.SymFloat)
+        value, (int, float, torch.SymInt, torch.SymFloat, Real)
     ):
         found = (
             f"a tensor of shape {shape(value)} on {value.device}"
@@ -214,7 +225,7 @@ def softcap(value, dtype: torch.dtype) -> float:
     return _held("softcap", number, dtype)
 
 
-def causal(value) -> bool:
+def flag(name: str, value) -> bool:
     """A bool, numpy's and torch's symbolic ones included, or an int that is 0 or 1."""
     if isinstance(value, (bool, torch.SymBool)):
         return bool(value)
@@ -224,8 +235,8 @@ def causal(value) -> bool:
     if isinstance(value, int):
         if value == 0 or value == 1:
             return value == 1
-        shape_error(f"causal must be a bool, or 0 or 1, got {value}")
-    raise TypeError(f"flash_attn: causal must be a bool, got {kind.__name__}")
+        shape_error(f"{name} must be a bool, or 0 or 1, got {value}")
+    raise TypeError(f"flash_attn: {name} must be a bool, got {kind.__name__}")
 
 
 def dropout(value) -> float:
@@ -256,7 +267,7 @@ def window(value) -> tuple[int, int]:
     if len(pair) != 2:
         shape_error(f"window_size must hold two ints (left, right), got {len(pair)} values")
     for side in pair:
-        if isinstance(side, bool) or not isinstance(side, (int, torch.SymInt)):
+        if not isinstance(side, torch.SymInt) and not is_int(side):
             raise TypeError(
                 f"flash_attn: window_size must hold ints, -1 for unlimited, got "
                 f"{type(side).__name__}"
@@ -287,20 +298,6 @@ def family(backend: str | None) -> int:
         names = ", ".join(repr(name) for name in FAMILIES if name)
         shape_error(f"{source} must be one of {names}, or None, got {backend!r}")
     return FAMILIES[backend]
-
-
-def served(family: int, device: torch.device) -> None:
-    """Refuses kernels that are not for this device, where something is written before they run."""
-    if family in (2, 3) and device.type == "cpu":
-        raise NotImplementedError(
-            f'flash_attn: backend "sm{80 if family == 2 else 90}" runs on CUDA tensors, q is on '
-            'the CPU; backend "cpu" or "reference" would do'
-        )
-    if family == 1 and device.type == "cuda":
-        raise NotImplementedError(
-            f'flash_attn: backend "cpu" runs on CPU tensors, q is on {device}; backend None or '
-            '"reference" would do'
-        )
 
 
 # ---- tensors that may be given
@@ -335,11 +332,19 @@ def slopes(tensor, q: Tensor, batch: int) -> Tensor:
     return tensor
 
 
+def _as_autocast(tensor, q: Tensor):
+    """What had the dtype of q before torch.autocast changed that."""
+    if not isinstance(tensor, Tensor) or tensor.dtype not in (torch.float16, torch.bfloat16):
+        return tensor
+    return tensor.to(q.dtype) if autocast(q.device) and q.dtype in _CAST else tensor
+
+
 def bias(
     tensor, q: Tensor, batch: int, seqlen_q: int | None, seqlen_k: int | None, longer: bool
 ) -> Tensor:
     """4-D attn_bias. A length is None where only the device knows it; `longer`: it may exceed
     seqlen_k."""
+    tensor = _as_autocast(tensor, q)
     optional("attn_bias", tensor, q, torch.bool, q.dtype, torch.float32)
     if tensor.dim() > 4:
         shape_error(f"attn_bias must have at most 4 dimensions, got shape {shape(tensor)}")
@@ -368,7 +373,7 @@ def sinks(learnable_sink, s_aux, q: Tensor) -> Tensor:
     if learnable_sink is not None and s_aux is not None:
         shape_error("learnable_sink and s_aux are two names of one argument, got both")
     name = "learnable_sink" if s_aux is None else "s_aux"
-    tensor = learnable_sink if s_aux is None else s_aux
+    tensor = _as_autocast(learnable_sink if s_aux is None else s_aux, q)
     optional(name, tensor, q, q.dtype, torch.float32)
     if tensor.dim() != 1 or tensor.shape[0] != q.shape[-2]:
         shape_error(f"{name} must have shape (num_heads,), ({q.shape[-2]},), got {shape(tensor)}")
@@ -481,7 +486,7 @@ def no_gradient(what: str, *inputs) -> None:
 
 
 def splits(value) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
+    if not is_int(value):
         raise TypeError(f"flash_attn: num_splits must be an int, got {type(value).__name__}")
     if value < 0:
         shape_error(f"num_splits must be >= 0 (0 lets the planner choose), got {value}")

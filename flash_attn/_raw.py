@@ -210,5 +210,5 @@ def _numbers(q, softmax_scale, softcap, dropout_p, causal, window) -> tuple:
         scale = _checks.scale(softmax_scale, q.dtype)
     # Clients write any negative number for "no limit".
     left, right = _checks.window(tuple(-1 if side is None else max(side, -1) for side in window))
-    right = 0 if _checks.causal(causal) else right
+    right = 0 if _checks.flag("causal", causal) else right
     return scale, _checks.softcap(softcap, q.dtype), dropout_p, left, right, 0, 0

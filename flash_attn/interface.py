@@ -632,8 +632,10 @@ def _attention(
     left, right = -1, -1  # Dynamo cannot compare identities when a side is symbolic
     if torch.compiler.is_compiling() or window_size is not _UNLIMITED:
         left, right = _checks.window(window_size)
-    if causal is True or (causal is not False and _checks.causal(causal)):
+    if causal is True or (causal is not False and _checks.flag("causal", causal)):
         right = 0
+    if deterministic is not False and deterministic is not None:
+        deterministic = _checks.flag("deterministic", deterministic)
     # By type first: comparing what is no number may raise, or not give a bool.
     if type(softcap) is not float or softcap != 0.0:
         softcap = _checks.softcap(softcap, q.dtype)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from . import _checks, _contents, _ops, reference, reference_cache
+from ._block_arguments import is_int
 from ._checks import shape, shape_error
 
 
@@ -61,7 +62,7 @@ def decode(
     _check_rotary(q, k, rotary_cos, rotary_sin, cache_seqlens)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else _checks.scale(softmax_scale, q.dtype)
     left, right = _checks.window(window_size)
-    right = 0 if _checks.causal(causal) else right
+    right = 0 if _checks.flag("causal", causal) else right
     softcap = _checks.softcap(softcap, q.dtype)
     if cache_leftpad is not None:
         cache_leftpad = _checks.per_batch("cache_leftpad", cache_leftpad, q, batch)
@@ -77,7 +78,7 @@ def decode(
     if block_mask is not None:
         _checks.block_mask(block_mask, q, batch, q.shape[1], slots)
     family = _checks.family(backend)
-    _checks.served(family, q.device)
+    _check_family(family, q.device)
 
     if rotary_cos is not None and paged and (family == _checks.REFERENCE or not q.is_cuda):
         # Else the length of a sequence that only pads the batch would have to be a position.
@@ -252,7 +253,7 @@ def _lengths(cache_seqlens, q: Tensor, batch: int, new: int, capacity: int) -> T
         return _checks.per_batch("cache_seqlens", cache_seqlens, q, batch)
     if isinstance(cache_seqlens, Tensor):
         return _checks.per_batch("cache_seqlens", cache_seqlens.expand(batch), q, batch)
-    if isinstance(cache_seqlens, bool) or not isinstance(cache_seqlens, (int, torch.SymInt)):
+    if not isinstance(cache_seqlens, torch.SymInt) and not is_int(cache_seqlens):
         raise TypeError(
             "flash_attn: cache_seqlens must be an int or an int32 or int64 tensor, got "
             f"{type(cache_seqlens).__name__}"
@@ -288,8 +289,23 @@ def _check_rotary(q, k, cos, sin, cache_seqlens) -> None:
             f"flash_attn: rotary_cos and rotary_sin must have one dtype, got {cos.dtype} and "
             f"{sin.dtype}"
         )
-    if isinstance(cache_seqlens, int) and cache_seqlens + k.shape[1] > cos.shape[0]:
+    known = not isinstance(cache_seqlens, (Tensor, torch.SymInt))
+    if known and cache_seqlens + k.shape[1] > cos.shape[0]:
         shape_error(
             f"rotary_cos must hold a row for each position up to cache_seqlens + seqlen_new = "
             f"{cache_seqlens + k.shape[1]}, got {cos.shape[0]}"
+        )
+
+
+def _check_family(family: int, device: torch.device) -> None:
+    """Refuses kernels that are not for this device, where something is written before they run."""
+    if family in (2, 3) and device.type == "cpu":
+        raise NotImplementedError(
+            f'flash_attn: backend "sm{80 if family == 2 else 90}" runs on CUDA tensors, q is on '
+            'the CPU; backend "cpu" or "reference" would do'
+        )
+    if family == 1 and device.type == "cuda":
+        raise NotImplementedError(
+            f'flash_attn: backend "cpu" runs on CPU tensors, q is on {device}; backend None or '
+            '"reference" would do'
         )

@@ -83,9 +83,12 @@ class BlockMask(Patterns):
         seqlens: tuple[int, int] | None = None,
     ):
         self.block_size, self.seqlens = block_size, seqlens
-        self.counts, self.indices = counts, indices
-        self.counts_t, self.indices_t = counts_t, indices_t
-        self.bits_index, self.bits_index_t, self.bits = bits_index, bits_index_t, bits
+        lists = counts, indices, counts_t, indices_t, bits_index, bits_index_t, bits
+        if torch.is_inference_mode_enabled():  # a backward pass could not save its tensors
+            with torch.inference_mode(False):
+                lists = tuple(None if x is None else x.clone() for x in lists)
+        self.counts, self.indices, self.counts_t, self.indices_t = lists[:4]
+        self.bits_index, self.bits_index_t, self.bits = lists[4:]
 
     @classmethod
     def _from_state(cls, state: Tensor, bits: Tensor | None, size, seqlens=None) -> BlockMask:

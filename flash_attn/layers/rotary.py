@@ -222,44 +222,75 @@ class RotaryEmbedding(torch.nn.Module):
             raise ValueError(f"flash_attn: dim must be even and positive, got {dim}")
         self.dim, self.base, self.interleaved = dim, float(base), interleaved
         self.scale_base = scale_base
-        even = torch.arange(0, dim, 2, device=device, dtype=torch.float32)
-        self.register_buffer("inv_freq", self.base ** (-even / dim), persistent=False)
-        scale = None if scale_base is None else (even + 0.4 * dim) / (1.4 * dim)
+        self.register_buffer("inv_freq", self._frequencies(device), persistent=False)
+        scale = None if scale_base is None else self._scales(device)
         self.register_buffer("scale", scale, persistent=False)
         self._seq_len_cached = 0
         self._centre: int | None = None  # xPos' position of scale 1
         self._cos_cached = self._sin_cached = self._cos_k_cached = self._sin_k_cached = None
 
+    def _even(self, device) -> Tensor:
+        return torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)
+
+    def _frequencies(self, device) -> Tensor:
+        return self.base ** (-self._even(device) / self.dim)
+
+    def _scales(self, device) -> Tensor:
+        return (self._even(device) + 0.4 * self.dim) / (1.4 * self.dim)
+
+    def _apply(self, fn, recurse=True):
+        """What was made on the meta device gets its values with its memory."""
+        meta = self.inv_freq.is_meta
+        super()._apply(fn, recurse)
+        if meta and not self.inv_freq.is_meta:
+            self.inv_freq.copy_(self._frequencies(self.inv_freq.device))
+            if self.scale is not None:
+                self.scale.copy_(self._scales(self.scale.device))
+        return self
+
     def _update_cos_sin_cache(self, seqlen: int, device=None, dtype=None) -> None:
         """Makes the tables reach seqlen; they are made anew for another device or dtype."""
-        found = self._cos_cached
-        if found is not None and seqlen <= self._seq_len_cached:
-            # Tables of inference mode cannot be saved for a backward pass. Dynamo cannot ask.
-            unfit = (
-                not torch.compiler.is_compiling()
-                and found.is_inference()
-                and not torch.is_inference_mode_enabled()
-            )
-            if found.device == device and found.dtype == dtype and not unfit:
-                return
-        self._seq_len_cached = seqlen
+        self._tables(seqlen, device, dtype)
+
+    def _tables(self, seqlen: int, device, dtype) -> tuple[Tensor, ...]:
+        """cos and sin of the queries' and of the keys' rotation, (seqlen or more, dim / 2)."""
+        # A graph that is exported makes its own: kept ones would bound its lengths.
+        if self._cos_cached is not None and not torch.compiler.is_exporting():
+            if seqlen <= self._seq_len_cached and _usable(self._cos_cached, device, dtype):
+                return self._kept()
+        cos, sin, cos_k, sin_k = made = self._make_tables(seqlen, device, dtype)
+        if _lasting(cos):
+            self._sin_cached, self._cos_cached = sin, cos
+            if self.scale is not None:
+                self._cos_k_cached, self._sin_k_cached = cos_k, sin_k
+            # Last: another thread that sees it finds tables as long.
+            self._seq_len_cached = seqlen
+        return made
+
+    def _kept(self) -> tuple[Tensor, ...]:
+        tables = self._cos_cached, self._sin_cached
+        if self.scale is None:
+            return *tables, *tables
+        return *tables, self._cos_k_cached, self._sin_k_cached
+
+    def _make_tables(self, seqlen: int, device, dtype) -> tuple[Tensor, ...]:
         positions = torch.arange(seqlen, device=device, dtype=torch.float32)
-        # A cast of the module may have rounded inv_freq: the frequencies are then made again.
-        frequencies = self.inv_freq
-        if frequencies.dtype != torch.float32:
-            even = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)
-            frequencies = self.base ** (-even / self.dim)
+        # A cast of the module may have rounded them: then, and where they are still on the meta
+        # device, they are made again.
+        frequencies, scales = self.inv_freq, self.scale
+        if frequencies.dtype != torch.float32 or frequencies.is_meta:
+            frequencies, scales = self._frequencies(device), self._scales(device)
         angles = torch.outer(positions, frequencies.to(device))
         cos, sin = angles.cos(), angles.sin()
         if self.scale is None:
-            self._cos_cached, self._sin_cached = cos.to(dtype), sin.to(dtype)
-            return
-        if self._centre is None:
-            self._centre = seqlen // 2
-        power = (positions - self._centre) / self.scale_base
-        scale = self.scale.to(device, torch.float32) ** power[:, None]
-        self._cos_cached, self._sin_cached = (cos * scale).to(dtype), (sin * scale).to(dtype)
-        self._cos_k_cached, self._sin_k_cached = (cos / scale).to(dtype), (sin / scale).to(dtype)
+            cos, sin = cos.to(dtype), sin.to(dtype)
+            return cos, sin, cos, sin
+        centre = seqlen // 2 if self._centre is None else self._centre
+        if isinstance(centre, int):  # a symbolic one belongs to a graph
+            self._centre = centre
+        scale = scales.to(device) ** ((positions - centre) / self.scale_base)[:, None]
+        tables = cos * scale, sin * scale, cos / scale, sin / scale
+        return tuple(x.to(dtype) for x in tables)
 
     def forward(
         self,
@@ -287,23 +318,37 @@ class RotaryEmbedding(torch.nn.Module):
         if not isinstance(seqlen_offset, Tensor):
             reach = max(reach or 0, qkv.shape[1] + seqlen_offset)
         if reach is not None:
-            self._update_cos_sin_cache(reach, qkv.device, qkv.dtype)
-        elif self._cos_cached is None:
+            cos, sin, cos_k, sin_k = self._tables(reach, qkv.device, qkv.dtype)
+        elif self._cos_cached is not None:
+            cos, sin, cos_k, sin_k = self._kept()
+        else:
             raise ValueError(
                 "flash_attn: max_seqlen must be given where seqlen_offset is a tensor, got None"
             )
         options = {"interleaved": self.interleaved, "seqlen_offsets": seqlen_offset}
-        cos, sin, cos_k, sin_k = (
-            self._cos_cached,
-            self._sin_cached,
-            self._cos_k_cached,
-            self._sin_k_cached,
-        )
         if kv is None:
+            if self.scale is None:  # one table, one call
+                cos_k = sin_k = None
             return apply_rotary_emb_qkv_(
                 qkv, cos, sin, cos_k, sin_k, num_heads_q=num_heads_q, **options
             )
-        if cos_k is None:
-            cos_k, sin_k = cos, sin
         q = apply_rotary_emb(qkv, cos, sin, inplace=True, **options)
         return q, apply_rotary_emb_kv_(kv, cos_k, sin_k, **options)
+
+
+def _usable(table: Tensor, device, dtype) -> bool:
+    """Whether a table that was kept serves now. Those of inference mode cannot be saved for a
+    backward pass; Dynamo cannot ask."""
+    if table.device != device or table.dtype != dtype:
+        return False
+    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+        return True
+    return not table.is_inference()
+
+
+def _lasting(table: Tensor) -> bool:
+    """Whether a tensor means something after this call: not a tracer's, nor one of a transform."""
+    if type(table) is not Tensor:
+        return False
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    return torch.compiler.is_compiling() or not wrapped(table)

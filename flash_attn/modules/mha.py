@@ -66,6 +66,14 @@ class FlashSelfAttention(nn.Module):
         self.window_size = window_size
         self.deterministic = deterministic
 
+    def _apply(self, fn, recurse=True):
+        """Slopes go where the module goes, but keep their dtype: the kernels read float32."""
+        slopes = self.alibi_slopes
+        super()._apply(fn, recurse)
+        if slopes is not None and self.alibi_slopes.dtype != slopes.dtype:
+            self.alibi_slopes = slopes.to(self.alibi_slopes.device)
+        return self
+
     def forward(self, qkv, causal=None, cu_seqlens=None, max_seqlen=None, key_padding_mask=None):
         """Attention of one tensor.
 
@@ -251,6 +259,15 @@ class MHA(nn.Module):
         self.inner_cross_attn = FlashCrossAttention(*options)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=out_proj_bias, **factory)
 
+    def _apply(self, fn, recurse=True):
+        """Slopes made on the meta device get their values with their memory."""
+        before = self.inner_cross_attn.alibi_slopes
+        super()._apply(fn, recurse)
+        slopes = self.inner_cross_attn.alibi_slopes
+        if before is not None and before.is_meta and not slopes.is_meta:
+            slopes.copy_(torch.tensor(get_alibi_slopes(self.num_heads)))
+        return self
+
     def allocate_inference_cache(self, batch_size, max_seqlen, dtype=None) -> Tensor:
         """A cache of keys and values, (batch_size, max_seqlen, 2, num_heads_kv, head_dim)."""
         like = self.out_proj.weight
@@ -351,21 +368,12 @@ class MHA(nn.Module):
             return checkpoint(self.inner_cross_attn, *arguments, use_reentrant=False)
         return self.inner_cross_attn(*arguments)
 
-    def _tables(self, length: int, like: Tensor) -> tuple[Tensor, ...]:
-        """cos and sin of the queries' and of the keys' rotation, (length or more, dim / 2)."""
-        rotary = self.rotary_emb
-        rotary._update_cos_sin_cache(length, device=like.device, dtype=like.dtype)
-        tables = rotary._cos_cached, rotary._sin_cached
-        if rotary.scale is None:
-            return *tables, *tables
-        return *tables, rotary._cos_k_cached, rotary._sin_k_cached
-
     def _rotate(self, q, kv, offsets, cu_seqlens, reach: int):
         """q and kv with rotated queries and keys; offsets as in `apply_rotary_emb`; reach: no
         position is further."""
         from ..layers.rotary import apply_rotary_emb
 
-        cos, sin, cos_k, sin_k = self._tables(reach, q)
+        cos, sin, cos_k, sin_k = self.rotary_emb._tables(reach, q.device, q.dtype)
         k, v = kv.unbind(-3)
         options = {
             "interleaved": self.rotary_emb.interleaved,
@@ -394,7 +402,8 @@ class MHA(nn.Module):
             # The cache's own rotation places each query only under causal, and knows no XPos.
             if self.causal and self.rotary_emb.scale is None:
                 # In its dtype, to which autocast takes the queries.
-                cos, sin = self._tables(state.max_seqlen, cache)[:2]
+                reach = state.max_seqlen, cache.device, cache.dtype
+                cos, sin = self.rotary_emb._tables(*reach)[:2]
             else:
                 q, kv = self._rotate(q, kv, lengths, None, state.max_seqlen)
         inner = self.inner_cross_attn
