@@ -227,6 +227,11 @@ def test_mha_state_names():
 WRONG = {
     "heads": (lambda: MHA(64, 5), ValueError, "num_heads must divide embed_dim"),
     "heads-kv": (lambda: MHA(64, 4, 3), ValueError, "num_heads_kv must divide num_heads"),
+    "packed": (
+        lambda: FlashSelfAttention()(torch.zeros(2, 3, 2, 4, 8)),
+        ValueError,
+        r"qkv must have shape \(…, 3, num_heads, head_dim\)",
+    ),
     "slopes": (lambda: get_alibi_slopes(0), ValueError, "nheads"),
     "x_kv": (lambda: MHA(64, 4)(X, x_kv=X), ValueError, "cross_attn=True"),
     "layer": (

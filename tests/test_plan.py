@@ -201,6 +201,11 @@ def test_explain_reference_and_missing():
     assert missing.backend is None and "no kernel fits" in str(missing)
 
 
+def test_explain_of_meta_tensors():
+    q = torch.empty(1, 9, 2, 8, device="meta")
+    assert "meta tensors hold no values" in str(flash_attn.explain(q, q, q, causal=True))
+
+
 def test_explain_runs_nothing_and_raises_as_the_call_does():
     q = torch.empty(1, 1 << 20, 64, 128, device="meta")
     with pytest.raises(ValueError, match="num_heads"):

@@ -87,7 +87,7 @@ class FlashSelfAttention(nn.Module):
         Returns:
             (batch, seqlen, num_heads, head_dim) or (total, num_heads, head_dim).
         """
-        q, k, v = qkv.unbind(-3)
+        q, k, v = _unpacked("qkv", qkv, 3)
         lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
         return _attend(self, q, k, v, causal, lengths, key_padding_mask)
 
@@ -125,9 +125,18 @@ class FlashCrossAttention(FlashSelfAttention):
         Returns:
             (batch, seqlen_q, num_heads, head_dim) or (total_q, num_heads, head_dim).
         """
-        k, v = kv.unbind(-3)
+        k, v = _unpacked("kv", kv, 2)
         lengths = cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k
         return _attend(self, q, k, v, causal, lengths, key_padding_mask)
+
+
+def _unpacked(name: str, packed: Tensor, parts: int) -> tuple[Tensor, ...]:
+    if packed.dim() < 3 or packed.shape[-3] != parts:
+        raise ValueError(
+            f"flash_attn: {name} must have shape (…, {parts}, num_heads, head_dim), got "
+            f"{tuple(packed.shape)}"
+        )
+    return packed.unbind(-3)
 
 
 def _attend(module: FlashSelfAttention, q, k, v, causal, lengths, key_padding_mask) -> Tensor:
