@@ -17,6 +17,7 @@ from hf_models import (  # noqa: E402
 )
 from transformers.masking_utils import (  # noqa: E402
     and_masks,
+    bidirectional_mask_function,
     causal_mask_function,
     sdpa_mask,
     sliding_window_causal_mask_function,
@@ -159,6 +160,19 @@ def test_hf_masks_are_cheap(name):
     assert padded[:, 0, 0].tolist() == [[0, 0, *[4] * 7], [4] * 9]
     sizes["mask_function"] = and_masks(sizes["mask_function"], causal_mask_function)
     assert make_mask(**sizes).shape == (2, 1, 5, 9)
+
+
+def test_hf_padding_of_an_unmasked_pass(name):
+    """It says all there is to say, also to a layer that does not say that it is not causal."""
+    pad = torch.ones(2, 9, dtype=torch.bool)
+    pad[0, 6:] = False
+    sizes = {"batch_size": 2, "q_length": 9, "kv_length": 9}
+    mask = make_mask(**sizes, mask_function=bidirectional_mask_function, attention_mask=pad)
+    assert mask.shape == (2, 1, 1, 9)
+    q, k, v = (torch.randn(2, 4, 9, 16) for _ in "qkv")
+    found, _ = attention_forward(torch.nn.Module(), q, k, v, mask)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, pad[:, None, None])
+    torch.testing.assert_close(found, expected.transpose(1, 2))
 
 
 # Queries, keys, and how many tokens came before the first query and the first key.

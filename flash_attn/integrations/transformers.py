@@ -9,11 +9,13 @@ functions are registered under one name: the attention, and the maker of its mas
 transformers drops the padding in silence). The maker gives the cheapest mask that says the same:
 
     None             causal or unmasked, nothing padded: the kernels' own mask
-    (batch, keys)    padding alone, bool: a bias that is never expanded to (queries, keys)
+    (batch, keys)    causal, padding alone, bool: a bias that is never expanded to (queries, keys)
     4-D, int32       a sliding window: (batch, 1, 1, keys), 0 where padded, else the window; or,
                      with nothing padded, (1, 1, 1, 1). Some models say their window nowhere else,
                      and transformers hands a 4-D mask on as it is
-    4-D, bool        anything else (packed positions, static caches, overlays)
+    4-D, bool        (batch, 1, 1, keys): padding of an unmasked pass, since layers that do not say
+                     whether they are causal count as causal; and anything else (packed positions,
+                     static caches, overlays)
 
 Another 4-D mask, boolean or additive, says everything: causal and window are then not applied
 again.
@@ -112,6 +114,8 @@ def make_mask(
         if padding is None or padding.shape[1] == kv_length:
             if padding is not None and _readable(padding) and bool(padding.all()):
                 padding = None
+            if padding is not None and not causal:
+                return padding[:, None, None, :]
             if window is None or (padding is None and window >= kv_length):
                 return padding
             if padding is not None:
