@@ -56,75 +56,74 @@ __device__ __forceinline__ void hold(uint32_t* x) {
 }
 
 // clang-format off
-#define FA_8(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), \
-                   "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
-#define FA_32(d, i) FA_8(d, i), FA_8(d, i + 8), FA_8(d, i + 16), FA_8(d, i + 24)
-#define FA_NAMES_64 \
+// The names of the first accumulators of an instruction, and themselves.
+#define FA_NAMES_32 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define FA_ACC_64(d) FA_32(d, 0)
-#define FA_NAMES_128 \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
-  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
-  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
-  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define FA_ACC_128(d) FA_32(d, 0), FA_32(d, 32)
-#define FA_SS_64(type)                                                               \
-  asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0;\n"                                  \
-               "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {" FA_NAMES_64 \
-               "}, %32, %33, p, 1, 1, 0, %35;}"                                         \
-               : FA_ACC_64(d) : "l"(a), "l"(b), "r"(int{accumulate}), "n"(kTransposed))
-#define FA_RS_64(type)                                                               \
-  asm volatile("{.reg .pred p; setp.ne.b32 p, %37, 0;\n"                                  \
-               "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {" FA_NAMES_64 \
-               "}, {%32, %33, %34, %35}, %36, p, 1, 1, %38;}"                 \
-               : FA_ACC_64(d)                                                         \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{accumulate}), \
-                 "n"(kTransposed))
-#define FA_SS_128(type)                                                               \
-  asm volatile("{.reg .pred p; setp.ne.b32 p, %66, 0;\n"                                  \
-               "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {" FA_NAMES_128 \
-               "}, %64, %65, p, 1, 1, 0, %67;}"                                         \
-               : FA_ACC_128(d) : "l"(a), "l"(b), "r"(int{accumulate}), "n"(kTransposed))
-#define FA_RS_128(type)                                                               \
-  asm volatile("{.reg .pred p; setp.ne.b32 p, %69, 0;\n"                                  \
-               "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {" FA_NAMES_128 \
-               "}, {%64, %65, %66, %67}, %68, p, 1, 1, %70;}"                 \
-               : FA_ACC_128(d)                                                         \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{accumulate}), \
-                 "n"(kTransposed))
+#define FA_NAMES_40 FA_NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define FA_NAMES_48 FA_NAMES_40 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define FA_NAMES_56 FA_NAMES_48 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define FA_NAMES_64 FA_NAMES_56 ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define FA_8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), \
+                "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define FA_SUMS_32 FA_8(0), FA_8(8), FA_8(16), FA_8(24)
+#define FA_SUMS_40 FA_SUMS_32, FA_8(32)
+#define FA_SUMS_48 FA_SUMS_40, FA_8(40)
+#define FA_SUMS_56 FA_SUMS_48, FA_8(48)
+#define FA_SUMS_64 FA_SUMS_56, FA_8(56)
+
+// For kN == n, which has `sums` accumulators. The names of the other operands follow theirs.
+#define FA_SS_OF(type, n, sums, at_a, at_b, at_add, at_transposed)                            \
+  asm volatile("{.reg .pred p; setp.ne.b32 p, " at_add ", 0;\n"                               \
+               "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type               \
+               " {" FA_NAMES_##sums "}, " at_a ", " at_b ", p, 1, 1, 0, " at_transposed ";}"  \
+               : FA_SUMS_##sums : "l"(a), "l"(b), "r"(int{accumulate}), "n"(kTransposed))
+#define FA_RS_OF(type, n, sums, at_a, at_b, at_add, at_transposed)                            \
+  asm volatile("{.reg .pred p; setp.ne.b32 p, " at_add ", 0;\n"                               \
+               "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type               \
+               " {" FA_NAMES_##sums "}, {" at_a "}, " at_b ", p, 1, 1, " at_transposed ";}"   \
+               : FA_SUMS_##sums : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),         \
+                 "r"(int{accumulate}), "n"(kTransposed))
+#define FA_EITHER(FORM, n, ...)                                                               \
+  if constexpr (kN == n && std::is_same_v<Element, __nv_bfloat16>) FORM("bf16", n, __VA_ARGS__); \
+  if constexpr (kN == n && std::is_same_v<Element, __half>) FORM("f16", n, __VA_ARGS__)
 // clang-format on
+
+template <int kN>
+constexpr bool kHasWgmma = kN == 64 || kN == 80 || kN == 96 || kN == 128;
 
 // d (64, kN) = A B, or d += A B. A in shared memory, or in registers as operands of mma_16x8x16.
 // kTransposed: B's rows are those that are summed over (V), else its columns are (K).
 template <int kN, int kTransposed, class Element>
 __device__ __forceinline__ void wgmma(Element, float* d, uint64_t a, uint64_t b, bool accumulate) {
-  static_assert(kN == 64 || kN == 128);
-  if constexpr (kN == 64 && std::is_same_v<Element, __nv_bfloat16>) FA_SS_64("bf16");
-  if constexpr (kN == 64 && std::is_same_v<Element, __half>) FA_SS_64("f16");
-  if constexpr (kN == 128 && std::is_same_v<Element, __nv_bfloat16>) FA_SS_128("bf16");
-  if constexpr (kN == 128 && std::is_same_v<Element, __half>) FA_SS_128("f16");
+  static_assert(kHasWgmma<kN>);
+  FA_EITHER(FA_SS_OF, 64, 32, "%32", "%33", "%34", "%35");
+  FA_EITHER(FA_SS_OF, 80, 40, "%40", "%41", "%42", "%43");
+  FA_EITHER(FA_SS_OF, 96, 48, "%48", "%49", "%50", "%51");
+  FA_EITHER(FA_SS_OF, 128, 64, "%64", "%65", "%66", "%67");
 }
 template <int kN, int kTransposed, class Element>
 __device__ __forceinline__ void wgmma(
     Element, float* d, const uint32_t (&a)[4], uint64_t b, bool accumulate) {
   static_assert(kN == 64 || kN == 128);
-  if constexpr (kN == 64 && std::is_same_v<Element, __nv_bfloat16>) FA_RS_64("bf16");
-  if constexpr (kN == 64 && std::is_same_v<Element, __half>) FA_RS_64("f16");
-  if constexpr (kN == 128 && std::is_same_v<Element, __nv_bfloat16>) FA_RS_128("bf16");
-  if constexpr (kN == 128 && std::is_same_v<Element, __half>) FA_RS_128("f16");
+  FA_EITHER(FA_RS_OF, 64, 32, "%32, %33, %34, %35", "%36", "%37", "%38");
+  FA_EITHER(FA_RS_OF, 128, 64, "%64, %65, %66, %67", "%68", "%69", "%70");
 }
 
-#undef FA_8
-#undef FA_32
+#undef FA_NAMES_32
+#undef FA_NAMES_40
+#undef FA_NAMES_48
+#undef FA_NAMES_56
 #undef FA_NAMES_64
-#undef FA_ACC_64
-#undef FA_SS_64
-#undef FA_RS_64
-#undef FA_NAMES_128
-#undef FA_ACC_128
-#undef FA_SS_128
-#undef FA_RS_128
+#undef FA_8
+#undef FA_SUMS_32
+#undef FA_SUMS_40
+#undef FA_SUMS_48
+#undef FA_SUMS_56
+#undef FA_SUMS_64
+#undef FA_SS_OF
+#undef FA_RS_OF
+#undef FA_EITHER
 
 // setmaxnreg: gives registers of this warpgroup back, or takes more of them.
 template <int kCount>
