@@ -78,6 +78,8 @@ def planned(row, arch, smem, dim_loss=0):
     problem |= {name: problem[name] - dim_loss for name in ("head_dim", "head_dim_v")}
     problem |= {"device": "cuda", "arch": arch, "sm_count": 132, "smem_per_block": smem << 10}
     problem |= {"seqlen_q": 512, "seqlen_k": 512, "backend": row.get("family", "")}
+    if row.get("name", "").count("_blocks"):
+        problem |= {"block_q": 128, "block_k": 128}
     if row["score"] == "general":
         problem |= {"softcap": 1.0} if problem["backend"] == "sm90" else {"bias": True}
     return host.plan(problem)["kernel"]
@@ -127,7 +129,8 @@ def test_kernels_cuda(row, monkeypatch):
         if hopper and (case.bias or case.seqlen_q < 64):
             continue
         if hopper:
-            case = replace(case, contiguous=True, blocks=case.blocks and (128, 128))
+            blocks = (128, 128) if case.blocks or "_blocks" in row["name"] else ()
+            case = replace(case, contiguous=True, blocks=blocks)
         loss = (8 if hopper else 3) * (index % 3 == 2)
         assert planned(row, arch, smem, loss) == row["name"]
         dims = {"head_dim": row["head_dim"] - loss, "head_dim_v": row["head_dim_v"] - loss}

@@ -110,6 +110,9 @@ def test_plan_of_hopper(dtype):
         assert gpu(90, **sizes, **feature)["backend"] == "sm90"
     assert gpu(90, **sizes, block_q=128, block_k=128)["backend"] == "sm90"
     assert gpu(90, **sizes, heads_q=8, heads_k=2)["backend"] == "sm90"
+    assert gpu(90, **sizes)["block_m"] == 192  # no mask block of 128 rows, nor so few rows
+    for other in ({"block_q": 128, "block_k": 128}, {"seqlen_q": 128}):
+        assert gpu(90, **(sizes | other))["kernel"].endswith("_d128_blocks")
     few = sizes | {"window_right": 0}  # 256 keys a row
     assert gpu(90, **few)["backend"] == "sm80"
     assert any("so few keys" in text for text in gpu(90, **few)["reasons"])
@@ -117,6 +120,9 @@ def test_plan_of_hopper(dtype):
     assert gpu(90, **few | {"seqlen_q": 1024, "seqlen_k": 1024})["backend"] == "sm90"
     assert gpu(90, **sizes | {"head_dim": 64})["backend"] == "sm80"
     assert gpu(90, **sizes | {"head_dim": 64, "seqlen_k": 1024})["backend"] == "sm90"
+    for dims, tile in (((192, 128), 192), ((96, 128), 128), ((128, 64), 128), ((192, 192), 256)):
+        made = gpu(90, **sizes | dict(zip(("head_dim", "head_dim_v"), dims, strict=True)))
+        assert made["kernel"].endswith(f"_d{tile}") and made["backend"] == "sm90"
     others = [{"bias": True}, {"boxes": False}, {"block_q": 64, "block_k": 64}, {"seqlen_q": 5}]
     for other in (*others, {"seqlen_k": 0}):
         made = gpu(90, **(sizes | other))

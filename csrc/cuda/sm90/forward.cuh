@@ -104,14 +104,13 @@ __global__ void __launch_bounds__(ForwardSizes<Tile>::kThreads, 1)
     ptx::proxy_fence();
     ptx::barrier_sync(1, T::kConsumerThreads);
     const uint32_t group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
-    Consumer<Element, Tile, kScore> self = {p,     grid, state, smem_address(smem), pipe, barriers,
-                                            group, {},   {}};
-    float out[1][Tile::kHeadDimV / 8][4] = {};
-    Softmax<Element, 1> softmax;
-    consume(self, out, softmax);
-    softmax.finish();
+    Consumer<Element, Tile, kScore> self = {p,    grid,     state, smem_address(smem),
+                                            pipe, barriers, group};
+    consume(self);
+    self.softmax.finish();
     ptx::barrier_sync(2 + threadIdx.x / 128, 128);
-    store_result(p, grid, state, threadIdx.x / 32 * 16, softmax.m, softmax.l, out, 0, smem);
+    store_result(p, grid, state, threadIdx.x / 32 * 16, self.softmax.m, self.softmax.l, self.out, 0,
+                 smem);
   }
 #else
   __trap();  // code without Hopper's own instructions counts as older (code_architecture)
@@ -164,11 +163,11 @@ bool takes_forward(const AttnParams& p) {
   constexpr int kLeastRows = 64;  // of a warpgroup: fewer are decoding, for which it is not made
   const bool packed = p.seq_k.cu_seqlens != nullptr;
   const int64_t rows = packed ? p.seq_k.total : p.seqlen_k;
-  constexpr int kSmallerDim = Tile::kHeadDim > 64 ? Tile::kHeadDim / 2 : 0;  // another tile's
-  if (max_of(p.head_dim, p.head_dim_v) <= kSmallerDim) return false;
+  if (max_of(p.head_dim, p.head_dim_v) <= Tile::kSmallerDim) return false;
+  const int64_t queries = int64_t{p.seqlen_q} * p.group_size();
+  if (!Tile::kAnyBlocks && (p.mask.block_q % Tile::kBlockM != 0 || queries <= 128)) return false;
   return p.pages.table == nullptr && p.bias.ptr == nullptr && rows > 0 && rows <= INT32_MAX &&
-         p.mask.block_k % Tile::kBlockN == 0 &&
-         int64_t{p.seqlen_q} * p.group_size() >= kLeastRows && copies_boxes(p.k, p) &&
+         p.mask.block_k % Tile::kBlockN == 0 && queries >= kLeastRows && copies_boxes(p.k, p) &&
          copies_boxes(p.v, p);
 }
 

@@ -3,8 +3,6 @@
 // brings.
 #pragma once
 
-#include <type_traits>
-
 #include "cuda/ptx/barrier.cuh"
 #include "cuda/ptx/tma.cuh"
 #include "cuda/ptx/wgmma.cuh"
@@ -20,7 +18,53 @@ __device__ __forceinline__ uint32_t uniform(uint32_t x) {
   return __shfl_sync(0xffffffffu, x, 0);
 }
 
-// A warpgroup: what it reads, and its place in the rings.
+// 4. Scores -> weights. Whether m rose, and by what out is then to be multiplied. l grows by the
+// sum of the tile, as where weights are made ahead.
+template <class Element, int kColumns>
+__device__ __forceinline__ bool weigh(Softmax<Element, 1>& softmax,
+                                      float (&s)[1][kColumns][4],
+                                      float (&factor)[2],
+                                      const ScoreScale& scale) {
+  float most[1][2], one[1][1][4] = {{{1, 1, 1, 1}}};
+  const bool raised = __any_sync(0xffffffffu, softmax.passes(s, most, scale));
+  if (raised) {
+    softmax.reduce(most, scale);
+    softmax.raise(most, one, scale);
+  }
+  factor[0] = one[0][0][0], factor[1] = one[0][0][2];
+  softmax.prepare(s, scale);
+  const float before[2] = {softmax.l[0][0], softmax.l[0][1]};
+  softmax.l[0][0] = softmax.l[0][1] = 0;
+  softmax.weigh(s, scale);
+  softmax.l[0][0] += before[0], softmax.l[0][1] += before[1];
+  return raised;
+}
+
+// Whether a thread of the warpgroup says so.
+__device__ __forceinline__ bool some_of_group(bool x) {
+  // The compiler knows of a vote that all lanes have its result.
+  return __any_sync(0xffffffffu, ptx::barrier_any(2 + threadIdx.x / 128, 128, x));
+}
+
+// Whether m rises so rarely that weights are made ahead of the maximum: after some tiles in which
+// it rose in no row of the warpgroup.
+class Calm {
+ public:
+  __device__ __forceinline__ explicit operator bool() const { return calm_; }
+  // After a tile, whether m rose in the warp.
+  __device__ __forceinline__ void note(bool raised) {
+    raised_ |= raised;
+    if (--tiles_ == 0) begin(!some_of_group(raised_));
+  }
+  // `calm`: until a row asks for a higher m. Else the same is asked again after a while.
+  __device__ __forceinline__ void begin(bool calm) { calm_ = calm, raised_ = false, tiles_ = 8; }
+
+ private:
+  bool calm_ = false, raised_ = false;
+  int tiles_ = 2;  // until the warps ask each other
+};
+
+// A warpgroup: what it reads, its place in the rings, and its rows.
 template <class Element, class Tile, Score kScore>
 struct Consumer {
   using T = ForwardSizes<Tile>;
@@ -36,7 +80,12 @@ struct Consumer {
   Pipeline<Tile::kStages> pipe;
   uint8_t* barriers;
   uint32_t group;  // of the block's warpgroups
-  Ring<Tile::kStages> k, v;
+  Ring<Tile::kStages> k = {}, v = {};
+  Softmax<Element, 1> softmax = {};
+  Out out = {};
+  Weights weights = {};  // of tile `before`, which wait for their values
+  int before = -1;
+  Calm calm = {};
 
   // Whether some row of this warpgroup sees something of a tile.
   __device__ __forceinline__ bool sees(const KvTile& tile) const {
@@ -96,7 +145,7 @@ struct Consumer {
   }
 
   // 3. Asynchronous.
-  __device__ __forceinline__ void multiply_pv(Out& out, Weights& weights) const {
+  __device__ __forceinline__ void multiply_pv() {
     constexpr int kEach = Tile::kHeadDimV < 128 ? Tile::kHeadDimV : 128;
     const uint64_t values =
         ptx::wgmma_operand(smem + T::kV + uniform(v.stage) * T::kVBytes, Tile::kBlockN * 128);
@@ -116,13 +165,17 @@ struct Consumer {
     ptx::wgmma_commit();
   }
 
-  // 6. The last product.
-  __device__ __forceinline__ void add_last(Out& out, Weights& weights, int n) {
-    wait_v(n);
-    multiply_pv(out, weights);
+  __device__ __forceinline__ void wait_out() {
     ptx::wgmma_wait<0>();
     ptx::hold<kOutColumns * 4>(&out[0][0][0]);
     release_v();
+  }
+
+  // 6. The last product.
+  __device__ __forceinline__ void add_last() {
+    wait_v(before);
+    multiply_pv();
+    wait_out();
   }
 
   // Passes over tiles, the first of which `tile` is, until some row sees one: false if there is
@@ -157,9 +210,7 @@ struct Consumer {
   }
 
   // 4. Weights as operands; those that dropout drops are 0.
-  __device__ __forceinline__ void to_weights(Weights& weights,
-                                             Scores& s,
-                                             const KvTile& tile) const {
+  __device__ __forceinline__ void to_weights(Scores& s, const KvTile& tile) {
     if constexpr (kScore == Score::kGeneral) {
       if (p.dropout.philox != nullptr) {
         apply_dropout<KeysInOrder>(s, p, state.warp_rows(threadIdx.x / 32 * 16), state.task.batch,
@@ -170,90 +221,100 @@ struct Consumer {
     for (int step = 0; step < kColumns / 2; ++step)
       to_operand<Element>(weights[step], s[0][2 * step], s[0][2 * step + 1]);
   }
+  __device__ __forceinline__ void rescale(const float (&factor)[2]) {
+#pragma unroll
+    for (int n = 0; n < kOutColumns; ++n) {
+      out[0][n][0] *= factor[0], out[0][n][1] *= factor[0];
+      out[0][n][2] *= factor[1], out[0][n][3] *= factor[1];
+    }
+  }
+
+  // 2 and 4 of the first tile.
+  __device__ __forceinline__ void begin(const KvTile& tile) {
+    Scores s;
+    float factor[2];
+    multiply_qk(s);
+    ptx::wgmma_wait<0>();
+    ptx::hold<kColumns * 4>(&s[0][0][0]);
+    release_k();
+    finish_scores(s, tile);
+    weigh(softmax, s, factor, grid.scale);
+    to_weights(s, tile);
+    before = tile.n;
+  }
+
+  // 2 to 5 of a later tile.
+  __device__ __forceinline__ void step(const KvTile& tile) {
+    Scores s;
+    float factor[2];
+    multiply_qk(s);
+    wait_v(before);
+    multiply_pv();
+    ptx::wgmma_wait<1>();
+    ptx::hold<kColumns * 4>(&s[0][0][0]);
+    release_k();
+    finish_scores(s, tile);
+    const bool raised = weigh(softmax, s, factor, grid.scale);
+    wait_out();
+    to_weights(s, tile);
+    before = tile.n;
+    if (raised) rescale(factor);
+    if constexpr (kScore == Score::kPlain) calm.note(raised);
+  }
+
+  // The same of a tile that hides nothing, after another such, without looking for the maximum.
+  // Where a row asks for it after all, S is made once more.
+  __device__ __forceinline__ void step_ahead(const KvTile& tile) {
+    Scores s;
+    float factor[2], sum[2];
+    multiply_qk(s);
+    wait_v();
+    multiply_pv();
+    ptx::wgmma_wait<1>();
+    ptx::hold<kColumns * 4>(&s[0][0][0]);
+    const bool again = some_of_group(!softmax.weigh_ahead(s, sum, grid.scale));
+    if (!again) release_k();
+    wait_out();
+    if (__builtin_expect(again, 0)) {
+      calm.begin(false);
+      multiply_qk(s);
+      ptx::wgmma_wait<0>();
+      ptx::hold<kColumns * 4>(&s[0][0][0]);
+      release_k();
+      if (weigh(softmax, s, factor, grid.scale)) rescale(factor);
+    } else {
+      softmax.l[0][0] += sum[0], softmax.l[0][1] += sum[1];
+    }
+    to_weights(s, tile);
+    before = tile.n;
+  }
 };
 
-// 4. Scores -> weights. Whether m rose, and by what out is then to be multiplied.
-template <class Element, int kColumns>
-__device__ __forceinline__ bool weigh(Softmax<Element, 1>& softmax,
-                                      float (&s)[1][kColumns][4],
-                                      float (&factor)[2],
-                                      const ScoreScale& scale) {
-  float most[1][2], one[1][1][4] = {{{1, 1, 1, 1}}};
-  const bool raised = __any_sync(0xffffffffu, softmax.passes(s, most, scale));
-  if (raised) {
-    softmax.reduce(most, scale);
-    softmax.raise(most, one, scale);
-  }
-  factor[0] = one[0][0][0], factor[1] = one[0][0][2];
-  softmax.prepare(s, scale);
-  softmax.weigh(s, scale);
-  return raised;
-}
-
+// What a warpgroup does.
 template <class Element, class Tile, Score kScore>
-__device__ __forceinline__ void consume(Consumer<Element, Tile, kScore>& self,
-                                        float (&out)[1][Tile::kHeadDimV / 8][4],
-                                        Softmax<Element, 1>& softmax) {
-  using C = Consumer<Element, Tile, kScore>;
+__device__ __forceinline__ void consume(Consumer<Element, Tile, kScore>& self) {
   KvTile tile = self.wait_k();
   if (!self.skip(tile)) return;
-  typename C::Weights weights;
-  float factor[2];
-  int before = tile.n;  // whose weights wait for their values
-  {
-    typename C::Scores s;
-    self.multiply_qk(s);
-    ptx::wgmma_wait<0>();
-    ptx::hold<C::kColumns * 4>(&s[0][0][0]);
-    self.release_k();
-    self.finish_scores(s, tile);
-    weigh(softmax, s, factor, self.grid.scale);
-    self.to_weights(weights, s, tile);
-  }
-  // 2 to 5 of a tile; with kWhole of one that hides nothing, after another such.
-  const auto step = [&](auto whole) {
-    constexpr bool kWhole = decltype(whole)::value;
-    typename C::Scores s;
-    self.multiply_qk(s);
-    kWhole ? self.wait_v() : self.wait_v(before);
-    self.multiply_pv(out, weights);
-    ptx::wgmma_wait<1>();
-    ptx::hold<C::kColumns * 4>(&s[0][0][0]);
-    self.release_k();
-    if constexpr (!kWhole || kScore == Score::kGeneral) self.finish_scores(s, tile);
-    const bool raised = weigh(softmax, s, factor, self.grid.scale);
-    ptx::wgmma_wait<0>();
-    ptx::hold<C::kOutColumns * 4>(&out[0][0][0]);
-    self.release_v();
-    self.to_weights(weights, s, tile);
-    before = tile.n;
-    if (raised) {
-#pragma unroll
-      for (int n = 0; n < C::kOutColumns; ++n) {
-        out[0][n][0] *= factor[0], out[0][n][1] *= factor[0];
-        out[0][n][2] *= factor[1], out[0][n][3] *= factor[1];
-      }
-    }
-  };
-  bool full_before = false;
+  self.begin(tile);
+  bool full_before = tile.full;
   while (true) {
     tile = self.wait_k();
     if (tile.n < 0) break;
     if constexpr (kScore == Score::kPlain) {
-      if (tile.full && full_before) {
-        step(std::true_type());
+      if (tile.full && full_before && self.calm) {
+        self.step_ahead(tile);
         continue;
       }
       full_before = tile.full;
     }
     if (!self.sees(tile)) {  // left of a window: nothing more comes for these rows
-      self.add_last(out, weights, before);
+      self.add_last();
       self.skip(tile);
       return;
     }
-    step(std::false_type());
+    self.step(tile);
   }
-  self.add_last(out, weights, before);
+  self.add_last();
 }
 
 }  // namespace flash_attn::sm90

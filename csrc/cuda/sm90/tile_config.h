@@ -6,29 +6,53 @@ namespace flash_attn::sm90 {
 
 // ---- Forward. kWarps / 4 consumer warpgroups of 64 query rows each, one producer warp behind
 // them. K and V have kStages stages. With fewer keys a row than kLeastKeys, sm80 is faster (H200).
+// Head dims up to kSmallerDim are another tile's. Mask blocks that are no whole tiles, and problems
+// of two warpgroups' rows, are another tile's too unless kAnyBlocks.
+//
+// Three warpgroups where registers allow: the third fills in where the other two wait, and K and V
+// come for 192 rows at once. Keys a tile as many as registers hold without a spill: S, P and out
+// take kBlockN / 2 + kBlockN / 4 + kHeadDimV / 2 of a thread's 160.
 
-// Three warpgroups: at head_dim 64 the tensor cores wait for exp2, and the third fills in. 24 + 96
-// KiB.
+// 24 + 96 KiB.
 struct Forward64 {
   static constexpr int kHeadDim = 64, kHeadDimV = 64, kBlockM = 192, kBlockN = 128, kWarps = 12;
-  static constexpr int kStages = 3, kSlices = 1, kLeastKeys = 640;
-  static constexpr bool kPairs = false;
+  static constexpr int kStages = 3, kSlices = 1, kLeastKeys = 640, kSmallerDim = 0;
+  static constexpr bool kPairs = false, kAnyBlocks = false;
 };
 // Features take registers.
 struct General64 : Forward64 {
+  static constexpr int kBlockN = 96;
+};
+struct Blocks64 : Forward64 {
   static constexpr int kBlockM = 128, kWarps = 8;
+  static constexpr bool kAnyBlocks = true;
+};
+// 48 + 120 KiB.
+struct Forward128 {
+  static constexpr int kHeadDim = 128, kHeadDimV = 128, kBlockM = 192, kBlockN = 80, kWarps = 12;
+  static constexpr int kStages = 3, kSlices = 1, kLeastKeys = 400, kSmallerDim = 64;
+  static constexpr bool kPairs = false, kAnyBlocks = false;
+};
+// Dropout draws for 32 keys at a time.
+struct General128 : Forward128 {
+  static constexpr int kBlockN = 64;
 };
 // 32 + 128 KiB.
-struct Forward128 {
-  static constexpr int kHeadDim = 128, kHeadDimV = 128, kBlockM = 128, kBlockN = 128, kWarps = 8;
-  static constexpr int kStages = 2, kSlices = 1, kLeastKeys = 400;
-  static constexpr bool kPairs = false;
+struct Blocks128 : Forward128 {
+  static constexpr int kBlockM = 128, kBlockN = 128, kWarps = 8, kStages = 2;
+  static constexpr bool kAnyBlocks = true;
+};
+// Latent attention's prefill, uncompressed: keys with a rotary part. 72 + 120 KiB.
+struct Forward192 {
+  static constexpr int kHeadDim = 192, kHeadDimV = 128, kBlockM = 192, kBlockN = 64, kWarps = 12;
+  static constexpr int kStages = 3, kSlices = 1, kLeastKeys = 0, kSmallerDim = 128;
+  static constexpr bool kPairs = false, kAnyBlocks = true;
 };
 // 64 + 128 KiB.
 struct Forward256 {
   static constexpr int kHeadDim = 256, kHeadDimV = 256, kBlockM = 128, kBlockN = 64, kWarps = 8;
-  static constexpr int kStages = 2, kSlices = 1, kLeastKeys = 0;
-  static constexpr bool kPairs = false;
+  static constexpr int kStages = 2, kSlices = 1, kLeastKeys = 0, kSmallerDim = 128;
+  static constexpr bool kPairs = false, kAnyBlocks = true;
 };
 
 }  // namespace flash_attn::sm90

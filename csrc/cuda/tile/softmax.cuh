@@ -168,6 +168,33 @@ struct Softmax {
     }
   }
 
+  // scores -> probabilities in place by the m that is there, before it is known whether a score
+  // asks for a higher one, and their sums in this thread's rows. False where one may: these are
+  // then of no use. True: settle would have left m alone, and weigh made the same.
+  template <int kColumns>
+  __device__ __forceinline__ bool weigh_ahead(float (&s)[1][kColumns][4],
+                                              float (&sum)[2],
+                                              const ScoreScale& scale) const {
+    static_assert(!kExact);
+    const float base[2] = {__fmul_rn(m[0][0], scale.c), __fmul_rn(m[0][1], scale.c)};
+    sum[0] = sum[1] = 0;
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        s[0][n][i] = ptx::exp2_approx(fmaf(s[0][n][i], scale.c, -base[i / 2]));
+      sum[0] += s[0][n][0] + s[0][n][1];
+      sum[1] += s[0][n][2] + s[0][n][3];
+    }
+    // No weight of a sum is larger than it; a little less than the threshold, for their rounding.
+    // A huge or infinite base is none of near_base.
+    bool right = true;
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      right &= sum[h] <= 0.99f * fminf(fmaxf(2 * l[0][h], 1.0f), 256.0f) && fabsf(base[h]) <= kHuge;
+    return right;
+  }
+
  private:
   // No key seen so far: every weight is 2^(-inf) = 0.
   __device__ __forceinline__ static float base_of(float m, float c) {
