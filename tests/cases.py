@@ -49,6 +49,7 @@ class Case:
     deterministic: bool = False
     scale: float | None = None
     contiguous: bool = False
+    aligned: bool = False  # if not contiguous: poison(aligned=True)
 
     @property
     def dim_v(self):

@@ -16,15 +16,16 @@ SPARE_ROWS = 3
 BACKWARD_HEAD_DIM = 256  # what the specification promises of a GPU; more where there are rows
 
 
-def poison(x, swap=True):
-    """x's values inside a larger buffer of NaN (True for masks): odd start, strides that are not
-    x's."""
+def poison(x, swap=True, aligned=False):
+    """x's values inside a larger buffer of NaN (True for masks): strides that are not x's, and an
+    odd start; or, aligned, 16-bit rows that all begin at multiples of 16 bytes."""
     swap = swap and x.dim() >= 3
     inner = x.transpose(-3, -2) if swap else x
-    sizes = [size + 3 for size in inner.shape]
+    step = 8 if aligned else 1
+    sizes = [-(-size // step) * step + 3 * step for size in inner.shape]
     fill = True if x.dtype == torch.bool else float("nan")
     buffer = torch.full(sizes, fill, dtype=x.dtype, device=x.device)
-    view = buffer[tuple(slice(1, 1 + size) for size in inner.shape)]
+    view = buffer[tuple(slice(step, step + size) for size in inner.shape)]
     view.copy_(inner)
     return view.transpose(-3, -2) if swap else view
 
@@ -95,7 +96,7 @@ class Problem:
         else:
             x = self.draw(self.batch, seqlen, heads, dim)
         x = x.to(self.device, self.case.torch_dtype)
-        return x if self.case.contiguous else poison(x)
+        return x if self.case.contiguous else poison(x, aligned=self.case.aligned)
 
     def make_bias(self, dtype):
         room = 2 if self.case.packed else 0  # may be larger than every length

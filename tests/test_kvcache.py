@@ -40,6 +40,7 @@ class Decode:
     bias: bool = False
     sinks: bool = False
     blocks: bool = False
+    aligned: bool = False  # poison(aligned=True)
 
     @property
     def id(self):
@@ -130,7 +131,9 @@ class Cache:
             args["cache_batch_idx"] = self.to(torch.tensor(c.batch_idx, dtype=torch.int32))
         if self.blocks is not None:
             args["block_mask"] = flash_attn.BlockMask.from_dense(self.to(self.blocks), (2, 8))
-        caches = [poison(self.to(x), swap=False) for x in (self.k_cache, self.v_cache)]
+        caches = [
+            poison(self.to(x), swap=False, aligned=c.aligned) for x in (self.k_cache, self.v_cache)
+        ]
         out, lse = flash_attn.flash_attn_with_kvcache(
             poison(self.to(self.q)),
             *caches,

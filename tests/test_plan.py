@@ -123,11 +123,24 @@ def test_plan_of_hopper(dtype):
     for dims, tile in (((192, 128), 192), ((96, 128), 128), ((128, 64), 128), ((192, 192), 256)):
         made = gpu(90, **sizes | dict(zip(("head_dim", "head_dim_v"), dims, strict=True)))
         assert made["kernel"].endswith(f"_d{tile}") and made["backend"] == "sm90"
-    others = [{"bias": True}, {"boxes": False}, {"block_q": 64, "block_k": 64}, {"seqlen_q": 5}]
-    for other in (*others, {"seqlen_k": 0}):
+    decode = sizes | {"seqlen_q": 1, "seqlen_k": 4096, "heads_q": 32, "heads_k": 8}
+    for fast in (
+        {"page_size": 16},
+        {"block_q": 96, "block_k": 96},
+        decode,
+        few | {"page_size": 16},
+    ):
+        assert gpu(90, **(sizes | fast))["backend"] == "sm90"
+    for other in ({"bias": True}, {"boxes": False}):
         made = gpu(90, **(sizes | other))
         assert made["backend"] == "sm80"
-        assert any("sm90" in text and "64 query rows" in text for text in made["reasons"])
+        assert any("sm90" in text and "16 bytes" in text for text in made["reasons"])
+    many = decode | {"batch": 32, "heads_q": 8}
+    for slow in ({"block_q": 64, "block_k": 64}, {"page_size": 2}, {"seqlen_k": 0}, many):
+        made = gpu(90, **(sizes | slow))
+        assert made["backend"] == "sm80"
+        assert any("sm90" in text and "slower" in text for text in made["reasons"])
+        assert gpu(90, **(sizes | slow), any_speed=True)["backend"] == "sm90"
     for arch in (80, 89, 100, 120):
         assert gpu(arch, **sizes)["backend"] == "sm80"
 

@@ -126,6 +126,12 @@ AttnParams parse_params(Description& d) {
   const bool boxes = d.take("boxes", true);
   for (TensorRef* t : {&p.k, &p.v})
     t->batch = t->row = t->head = boxes ? 8 : 1;
+  p.pages.page_size = d.take("page_size", 0);
+  if (p.pages.page_size > 0) {
+    p.pages.table = present<int32_t>(true);
+    p.pages.max_pages = ceil_div(p.seqlen_k, p.pages.page_size);
+    p.pages.num_pages = p.batch * p.pages.max_pages;
+  }
   p.softmax_scale = d.take("softmax_scale", 1.0);
   p.softcap = d.take("softcap", 0.0);
   p.bias.ptr = present<double>(d.take("bias", false));

@@ -119,7 +119,8 @@ std::string misfit_text(const KernelRow& row,
     case Misfit::kScore:
       return "has no softcap, bias, ALiBi or dropout, and takes positive scales only";
     case Misfit::kLayout: return std::string("wants ") + row.wants;
-    case Misfit::kSlower: return "is slower than another for so few keys";
+    case Misfit::kSlower:
+      return "is slower than another for so few keys or queries, or such small blocks or pages";
     case Misfit::kSmem:
       return "needs " + std::to_string(smem_needed(row)) +
              " bytes of shared memory a block, this GPU gives " +

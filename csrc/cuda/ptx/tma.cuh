@@ -8,6 +8,20 @@
 
 namespace flash_attn::ptx {
 
+// elect.sync: true for one lane, always the same one. All lanes of the warp; the compiler then
+// knows that one thread asks.
+__device__ __forceinline__ bool elect() {
+  uint32_t elected;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "elect.sync _|p, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, p;\n"
+      "}"
+      : "=r"(elected));
+  return elected != 0;
+}
+
 // cp.async.bulk.tensor: the box of `map` at (column, row, head, batch) -> shared memory; its bytes
 // count at `barrier`. What lies outside of the tensor is zero.
 __device__ __forceinline__ void load_box(uint32_t to,

@@ -4,7 +4,7 @@
 // A block takes block_m packed rows of one key head, and of the keys that the mask leaves one
 // split. Its last warp produces, the others consume:
 //
-//   producer, one thread               consumers, a warpgroup of 64 rows each
+//   producer, one warp                 consumers, a warpgroup of 64 rows each
 //   for each key tile:                 1 Q to shared memory
 //     wait until its stage is empty    2 wait for K;  S = Q K^T
 //     which tile it is; K on its way   3 out += P V of the tile before, at the same time
@@ -13,58 +13,53 @@
 //                                      6 after the last: out += P V;  sink, out / l and lse
 //
 // Shared memory: Q (kBlockM, head_dim), later out | K, kStages of (kBlockN, head_dim) | V |
-// ForwardState | barriers: K full, K empty, V full, V empty, kStages each.
+// ForwardState | barriers: K full, K empty, V full, V empty, kStages each | tiles | their pages.
 #pragma once
 
 #include "cuda/launch.h"
 #include "cuda/sm90/forward_consumer.cuh"
-#include "cuda/sm90/tensor_map.h"
+#include "cuda/sm90/key_boxes.cuh"
 #include "cuda/support/combine.cuh"
 #include "plan/plan.h"
 
 namespace flash_attn::sm90 {
 
-struct ForwardMaps {
-  CUtensorMap k, v;
-};
+// ---- producer, one warp
 
-// ---- producer, one thread
-
-template <class Element, class Tile>
+// Boxes: WholeBoxes or KeyBoxes.
+template <class Tile, class Boxes>
 __device__ __forceinline__ void produce(const AttnParams& p,
                                         const ForwardGrid& grid,
-                                        const ForwardMaps& maps,
+                                        const KeyMaps& maps,
                                         const ForwardTask& task,
                                         const SeqInfo& seq,
+                                        KvTiles walk,
                                         uint32_t smem,
                                         const Pipeline<Tile::kStages>& pipe,
-                                        uint8_t* barriers) {
+                                        uint8_t* barriers,
+                                        int* pages) {
   using T = ForwardSizes<Tile>;
-  const int head = task.rows.head_first / p.group_size();
-  const int row = static_cast<int>(seq.k_row), batch = static_cast<int>(seq.k_batch);
-  KvTiles walk = key_walk(p, grid, seq, task);
+  Boxes boxes(p, maps, pages, seq, task);
   Ring<Tile::kStages> ring;
-  KvTile tile;
-  while (walk.next(tile)) {
-    const int first = row + tile.n * grid.block_n;
+  KvTile tile, after;
+  bool more = walk.next(after);
+  if (more) boxes.foresee(after.n);
+  while (more) {
+    tile = after;
+    tile.full &= boxes.find(tile.n);
     ptx::mbarrier_wait(pipe.k_empty(ring.stage), ring.parity ^ 1);
-    *pipe.tile(barriers, ring.stage) = tile;
-    ptx::mbarrier_expect(pipe.k_full(ring.stage), T::kKBytes);
-#pragma unroll
-    for (int panel = 0; panel < Tile::kHeadDim / 64; ++panel) {
-      ptx::load_box(smem + T::kK + ring.stage * T::kKBytes + panel * Tile::kBlockN * 128, &maps.k,
-                    panel * 64, first, head, batch, pipe.k_full(ring.stage));
-    }
+    if (ptx::elect()) *pipe.tile(barriers, ring.stage) = tile;
+    boxes.template ask<Tile::kHeadDim>(maps.k, p.k, smem + T::kK + ring.stage * T::kKBytes,
+                                       pipe.k_full(ring.stage));
+    more = walk.next(after);
+    if (more) boxes.foresee(after.n);
     ptx::mbarrier_wait(pipe.v_empty(ring.stage), ring.parity ^ 1);
-    ptx::mbarrier_expect(pipe.v_full(ring.stage), T::kVBytes);
-#pragma unroll
-    for (int panel = 0; panel < Tile::kHeadDimV / 64; ++panel) {
-      ptx::load_box(smem + T::kV + ring.stage * T::kVBytes + panel * Tile::kBlockN * 128, &maps.v,
-                    panel * 64, first, head, batch, pipe.v_full(ring.stage));
-    }
+    boxes.template ask<Tile::kHeadDimV>(maps.v, p.v, smem + T::kV + ring.stage * T::kVBytes,
+                                        pipe.v_full(ring.stage));
     ring.advance();
   }
   ptx::mbarrier_wait(pipe.k_empty(ring.stage), ring.parity ^ 1);
+  if (!ptx::elect()) return;
   pipe.tile(barriers, ring.stage)->n = -1;
   ptx::mbarrier_arrive(pipe.k_full(ring.stage));
 }
@@ -73,7 +68,7 @@ template <class Element, class Tile, Score kScore>
 __global__ void __launch_bounds__(ForwardSizes<Tile>::kThreads, 1)
     forward_kernel(const __grid_constant__ AttnParams p,
                    const __grid_constant__ ForwardGrid grid,
-                   const __grid_constant__ ForwardMaps maps) {
+                   const __grid_constant__ KeyMaps maps) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using T = ForwardSizes<Tile>;
   extern __shared__ __align__(1024) uint8_t smem[];
@@ -85,20 +80,28 @@ __global__ void __launch_bounds__(ForwardSizes<Tile>::kThreads, 1)
   ForwardTask task(p, grid, blockIdx.x);
   const SeqInfo seq(p, task.batch);
   if (!task.cut(seq, grid.block_m)) return;
+  if (threadIdx.x < T::kConsumerThreads) {
+    load_tile<Tile::kBlockM, Tile::kHeadDim, T::kConsumerThreads>(
+        smem_address(smem), QueryRows<Element>(p.q, seq, task.rows), task.begin, task.end,
+        p.head_dim, copies_whole_chunks<Element>(p.q, p.head_dim));
+    ptx::copy_async_commit();
+  }
+  const KvTiles walk = key_walk(p, grid, seq, task);
   if (threadIdx.x == T::kConsumerThreads) pipe.init(Tile::kWarps);
   __syncthreads();
 
   if (threadIdx.x >= T::kConsumerThreads) {
     ptx::give_registers<T::kProducerRegisters>();
-    if (threadIdx.x == T::kConsumerThreads)
-      produce<Element, Tile>(p, grid, maps, task, seq, smem_address(smem), pipe, barriers);
+    if (threadIdx.x / 32 != Tile::kWarps) return;
+    int* pages = reinterpret_cast<int*>(smem + T::template pages<Element>());
+    if (maps.whole)
+      produce<Tile, WholeBoxes<Tile>>(p, grid, maps, task, seq, walk, smem_address(smem), pipe,
+                                      barriers, pages);
+    else
+      produce<Tile, KeyBoxes<Tile>>(p, grid, maps, task, seq, walk, smem_address(smem), pipe,
+                                    barriers, pages);
   } else {
     ptx::take_registers<T::kConsumerRegisters>();
-    load_tile<Tile::kBlockM, Tile::kHeadDim, T::kConsumerThreads>(
-        smem_address(smem), QueryRows<Element>(p.q, seq, task.rows), task.begin, task.end,
-        p.head_dim, copies_whole_chunks<Element>(p.q, p.head_dim));
-    ptx::copy_async_commit();
-    const KvTiles walk = key_walk(p, grid, seq, task);
     fill_state(p, grid, state, task, seq, walk, KeySide<Element>(p, seq, task));
     ptx::copy_async_wait<0>();
     ptx::proxy_fence();
@@ -132,15 +135,8 @@ int launch_forward(const AttnParams& p, const Plan& plan, void* workspace, void*
     grid.scale = grid.steps.scale();
   }
   grid.partial = partial_result(p, plan.num_splits, workspace);
-  ForwardMaps maps;
-  const bool packed = p.seq_k.cu_seqlens != nullptr;
-  const int64_t rows = packed ? p.seq_k.total : p.seqlen_k;
-  const int64_t batches = packed                               ? 1
-                          : p.seq_k.cache_batch_idx != nullptr ? p.seq_k.entries
-                                                               : p.batch;
-  if (!make_map(&maps.k, p.k, p.dtype, p.head_dim, rows, p.heads_k, batches, Tile::kBlockN) ||
-      !make_map(&maps.v, p.v, p.dtype, p.head_dim_v, rows, p.heads_k, batches, Tile::kBlockN))
-    return cudaErrorInvalidValue;
+  KeyMaps maps;
+  if (!make_key_maps(&maps, p, Tile::kBlockN, plan.block_n)) return cudaErrorInvalidValue;
   cudaStream_t on = static_cast<cudaStream_t>(stream);
   const cudaError_t error =
       launch_shared(forward_kernel<Element, Tile, kScore>, grid.tasks, T::kThreads,
@@ -149,31 +145,34 @@ int launch_forward(const AttnParams& p, const Plan& plan, void* workspace, void*
   return launch_combine<Element>(p, grid.partial, plan.num_splits, on);
 }
 
-// What the copy engine can read: a stride that repeats something is none of its strides.
-inline bool copies_boxes(const TensorRef& t, const AttnParams& p) {
-  const bool packed = p.seq_k.cu_seqlens != nullptr;
-  const bool repeats = (t.row == 0 && p.seqlen_k > 1) || (t.head == 0 && p.heads_k > 1) ||
-                       (t.batch == 0 && p.batch > 1 && !packed);
-  const auto at = reinterpret_cast<uintptr_t>(t.ptr);
-  return !repeats && ((at % 16) | (t.batch % 8) | (t.row % 8) | (t.head % 8)) == 0;
-}
-
 template <class Tile>
 bool takes_forward(const AttnParams& p) {
-  constexpr int kLeastRows = 64;  // of a warpgroup: fewer are decoding, for which it is not made
-  const bool packed = p.seq_k.cu_seqlens != nullptr;
-  const int64_t rows = packed ? p.seq_k.total : p.seqlen_k;
   if (max_of(p.head_dim, p.head_dim_v) <= Tile::kSmallerDim) return false;
-  const int64_t queries = int64_t{p.seqlen_q} * p.group_size();
-  if (!Tile::kAnyBlocks && (p.mask.block_q % Tile::kBlockM != 0 || queries <= 128)) return false;
-  return p.pages.table == nullptr && p.bias.ptr == nullptr && rows > 0 && rows <= INT32_MAX &&
-         p.mask.block_k % Tile::kBlockN == 0 && queries >= kLeastRows && copies_boxes(p.k, p) &&
-         copies_boxes(p.v, p);
+  if (!Tile::kAnyBlocks) {
+    const bool few = int64_t{p.seqlen_q} * p.group_size() <= 128;
+    const bool cuts = p.mask.block_q % Tile::kBlockM != 0 || p.mask.block_k % Tile::kBlockN != 0;
+    const bool small_boxes =
+        p.pages.table != nullptr &&
+        key_box_rows(p, Tile::kBlockN, Tile::kBlockN) < key_box_rows(p, 128, 128);
+    if (few || cuts || small_boxes) return false;
+  }
+  return p.bias.ptr == nullptr && has_boxes(p);
 }
 
-// By the keys that a row sees on average: a block's start and end weigh more here than in sm80.
+// Whether sm80 is not faster (H200). It is with small mask blocks, of which tiles have too few
+// keys, and pages, of which they have too many boxes. A block's start and end weigh more here: that
+// counts where blocks follow each other and a row sees few keys on average.
 template <class Tile>
 bool pays_forward(const AttnParams& p) {
+  constexpr int kLeastBox = 4, kFewRows = 32, kMultiprocessors = 132, kLeastPaged = 256;
+  const bool paged = p.pages.table != nullptr;
+  const int width = tile_within(p.mask.block_k, Tile::kBlockN);
+  if (Tile::kHeadDim <= 128 && 4 * width < 3 * Tile::kBlockN) return false;
+  if (paged && key_box_rows(p, Tile::kBlockN, width) < kLeastBox) return false;
+  const bool decodes = int64_t{p.seqlen_q} * p.group_size() <= kFewRows;
+  if (decodes && int64_t{p.batch} * p.heads_k <= kMultiprocessors) return true;
+  if (paged) return !decodes || p.seqlen_k >= kLeastPaged;
+  if (decodes && p.group_size() == 1) return false;
   int keys = p.seqlen_k;
   const int left = p.mask.window_left, right = p.mask.window_right;
   if (left < 0 && right >= 0) keys -= min_of(p.seqlen_q, p.seqlen_k) / 2;
@@ -200,9 +199,7 @@ constexpr KernelRow forward_row(const char* name) {
   row.cuda = launch_forward<Element, Tile, kScore>;
   row.takes = takes_forward<Tile>;
   row.pays = pays_forward<Tile>;
-  row.wants =
-      "64 query rows a key head or more, keys whose rows begin at multiples of 16 bytes and do not "
-      "repeat, mask blocks of whole tiles, no pages and no bias";
+  row.wants = "keys whose rows begin at multiples of 16 bytes and do not repeat, and no bias";
   return row;
 }
 

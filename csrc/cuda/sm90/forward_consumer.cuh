@@ -92,7 +92,7 @@ struct Consumer {
     bool some = false;
 #pragma unroll
     for (int w = 0; w < 4; ++w)
-      some |= state.sees(4 * group + w, tile.n * Tile::kBlockN, Tile::kBlockN);
+      some |= state.sees(4 * group + w, tile.n * grid.block_n, grid.block_n);
     return some;
   }
 
@@ -111,7 +111,7 @@ struct Consumer {
   // would not hide a NaN.
   __device__ __forceinline__ void wait_v(int n) const {
     wait_v();
-    const int first = n * Tile::kBlockN;
+    const int first = n * grid.block_n;
     const int low = state.seq.k_first - first, high = state.seq.k_len - first;
     if (low <= 0 && high >= Tile::kBlockN) return;
     const uint32_t tile = smem + T::kV + v.stage * T::kVBytes;
@@ -192,7 +192,7 @@ struct Consumer {
 
   // 4. Features and mask.
   __device__ __forceinline__ void finish_scores(Scores& s, const KvTile& tile) const {
-    const int key = tile.n * Tile::kBlockN;
+    const int key = tile.n * grid.block_n;
     const WarpRows warp = state.warp_rows(threadIdx.x / 32 * 16);
     if constexpr (kScore == Score::kGeneral) {
       if (grid.steps.any)
@@ -200,11 +200,11 @@ struct Consumer {
                                           tile.full);
     }
     if (tile.full) return;
-    if (tile.bits < 0) {
+    if (tile.bits < 0 && p.pages.table == nullptr && grid.block_n == Tile::kBlockN) {
       if (!state.sees_all(threadIdx.x / 32, key, Tile::kBlockN)) apply_window(s, warp, key);
       return;
     }
-    const TileMask<ceil_div(kColumns, 4)> hidden(p.pages, state.task.batch, key, Tile::kBlockN,
+    const TileMask<ceil_div(kColumns, 4)> hidden(p.pages, state.task.batch, key, grid.block_n,
                                                  tile.bits);
     apply_mask(s, p.mask, warp, hidden);
   }
@@ -214,7 +214,7 @@ struct Consumer {
     if constexpr (kScore == Score::kGeneral) {
       if (p.dropout.philox != nullptr) {
         apply_dropout<KeysInOrder>(s, p, state.warp_rows(threadIdx.x / 32 * 16), state.task.batch,
-                                   tile.n * Tile::kBlockN);
+                                   tile.n * grid.block_n);
       }
     }
 #pragma unroll

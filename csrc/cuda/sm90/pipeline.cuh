@@ -26,8 +26,12 @@ struct ForwardSizes : Tile {
     return round_up<uint32_t>(kState + sizeof(ForwardState<Element, Tile>), 16);
   }
   template <class Element>
-  static constexpr int smem_bytes() {
+  static constexpr uint32_t pages() {  // KeyBoxes::pages
     return barriers<Element>() + 4 * Tile::kStages * 8 + 16 * Tile::kStages;
+  }
+  template <class Element>
+  static constexpr int smem_bytes() {
+    return pages<Element>() + 4 * Tile::kBlockN;
   }
 };
 

@@ -29,8 +29,9 @@ inline EncodeTiled encode_tiled() {
   return found;
 }
 
-// The map of a 16-bit tensor with these sizes, `box_rows` at most 256. False where the tensor is
-// not such a one: rows, heads and batches must begin at multiples of 16 bytes.
+// The map of a 16-bit tensor with these sizes, `box_rows` at most 256. Of heads or batches that
+// repeat one (a stride of 0) it holds that one. False where the tensor is not such a one: rows,
+// heads and batches must begin at multiples of 16 bytes.
 inline bool make_map(CUtensorMap* map,
                      const TensorRef& t,
                      DType dtype,
@@ -42,10 +43,13 @@ inline bool make_map(CUtensorMap* map,
   const EncodeTiled encode = encode_tiled();
   if (encode == nullptr) return false;
   const auto stride = [](int64_t elements, int64_t count) {
-    return static_cast<cuuint64_t>(count > 1 ? 2 * elements : 16);
+    return static_cast<cuuint64_t>(elements != 0 && count > 1 ? 2 * elements : 16);
+  };
+  const auto size = [](int64_t elements, int64_t count) {
+    return static_cast<cuuint64_t>(elements == 0 ? 1 : count);
   };
   const cuuint64_t sizes[] = {static_cast<cuuint64_t>(dim), static_cast<cuuint64_t>(rows),
-                              static_cast<cuuint64_t>(heads), static_cast<cuuint64_t>(batches)};
+                              size(t.head, heads), size(t.batch, batches)};
   const cuuint64_t strides[] = {stride(t.row, rows), stride(t.head, heads),
                                 stride(t.batch, batches)};
   const cuuint32_t box[] = {64, static_cast<cuuint32_t>(box_rows), 1, 1}, steps[] = {1, 1, 1, 1};

@@ -6,8 +6,9 @@ namespace flash_attn::sm90 {
 
 // ---- Forward. kWarps / 4 consumer warpgroups of 64 query rows each, one producer warp behind
 // them. K and V have kStages stages. With fewer keys a row than kLeastKeys, sm80 is faster (H200).
-// Head dims up to kSmallerDim are another tile's. Mask blocks that are no whole tiles, and problems
-// of two warpgroups' rows, are another tile's too unless kAnyBlocks.
+// Head dims up to kSmallerDim are another tile's. Mask blocks that are no whole tiles, pages that
+// ask for more boxes than 128 keys would, and problems of two warpgroups' rows are another tile's
+// too unless kAnyBlocks.
 //
 // Three warpgroups where registers allow: the third fills in where the other two wait, and K and V
 // come for 192 rows at once. Keys a tile as many as registers hold without a spill: S, P and out
