@@ -53,6 +53,7 @@ PAGED = [
         (24, MANY | {"slopes": True, "causal": False}),
         (48, ONE | {"softcap": 3.0}),
         (64, MANY | WIDE),
+        (64, MANY | {"dim": 192, "dim_v": 128}),
         (96, MANY | {"blocks": True}),
         (100, MANY | WIDE | {"causal": False, "window": (150, 20)}),
         (128, ONE | {"dim": 256, "dim_v": 192}),
