@@ -400,6 +400,8 @@ struct BackwardBlock : BackwardQueries<Element, Tile> {
     } else {
       run_tiles<kRole, NoHeldBias>(acc);
     }
+    // Nobody reads V any more; K is role 1's to the end.
+    if constexpr (kRole == 1) ptx::barrier_sync(1 + kRole, T::kRoleWarps * 32);
     this->template write<kRole>(acc);
   }
 
@@ -435,10 +437,7 @@ struct BackwardBlock : BackwardQueries<Element, Tile> {
     }
     ptx::copy_async_wait<0>();
     barrier_all();
-    if constexpr (T::kStages == 2) {
-      if (kRole == 1) this->query_step(t - 1);
-      barrier_all();
-    }
+    if (kRole == 1 && T::kStages == 2) this->query_step(t - 1);
   }
 };
 

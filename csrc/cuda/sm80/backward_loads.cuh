@@ -20,13 +20,13 @@ struct BackwardLoads {
   static constexpr Score kScore = Tile::kScore;
   const AttnParams& p;
   const BackwardGrid& grid;
-  BackwardState<Element>& state;
+  BackwardState<Element, Tile>& state;
   uint32_t smem;
   uint32_t warp, key_warp, dim_warp;  // key_warp, dim_warp: inside the role
 
   __device__ BackwardLoads(const AttnParams& params,
                            const BackwardGrid& g,
-                           BackwardState<Element>& s,
+                           BackwardState<Element, Tile>& s,
                            uint32_t smem_)
       : p(params), grid(g), state(s), smem(smem_), warp(threadIdx.x / 32) {
     const uint32_t in_role = warp % T::kRoleWarps;
@@ -35,7 +35,7 @@ struct BackwardLoads {
   }
 
   __device__ __forceinline__ void advance(int to) const {
-    state.template advance<T>(p, grid, state.steps[to % 4]);
+    state.advance(p, grid, state.steps[to % 4]);
   }
 
   __device__ __forceinline__ void barrier_all() const { ptx::barrier_sync(0, T::kThreads); }

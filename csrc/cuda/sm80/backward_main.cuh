@@ -18,8 +18,8 @@ __device__ __forceinline__ TileSlot key_slot(const AttnParams& p,
                                              const BackwardGrid& grid,
                                              uint32_t slot) {
   if (p.seq_k.cu_seqlens == nullptr) {
-    const uint32_t tiles = grid.sequence_slots, batch = slot / tiles;
-    return {static_cast<int>(batch), static_cast<int>(slot - batch * tiles)};
+    const uint32_t batch = grid.by_sequence_slots(slot);
+    return {static_cast<int>(batch), static_cast<int>(slot - batch * grid.sequence_slots)};
   }
   return find_slot(p.seq_k, p.batch, p.seqlen_k, 1, grid.block_n, slot);
 }
@@ -32,13 +32,13 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
   const uint32_t splits = grid.splits;
   const uint32_t block_index = splits == 1 ? blockIdx.x : blockIdx.x / splits;
   const uint32_t split = blockIdx.x - block_index * splits;
-  const uint32_t head_k = block_index / grid.slots;
+  const uint32_t head_k = grid.by_slots(block_index);
   const TileSlot slot = key_slot(p, grid, block_index - head_k * grid.slots);
   const SeqInfo seq(p, slot.batch);
   const int64_t begin = int64_t{slot.tile} * grid.block_n;
   if (begin < 0 || begin >= seq.k_len) return;
   const int key = static_cast<int>(begin), head = static_cast<int>(head_k);
-  using State = BackwardState<Element>;
+  using State = BackwardState<Element, Tile>;
   static_assert(sizeof(State) <= Tile::kStateBytes);
   State& state = *reinterpret_cast<State*>(smem + Tile::kState);
   BackwardBlock<Element, Tile> block(p, grid, state, smem_address(smem));
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     State first(p, grid, seq, slot.batch, head, key, static_cast<int>(split));
 #pragma unroll 1
     for (int to = 0; to < 2; ++to)
-      first.template advance<Tile>(p, grid, state.steps[to]);
+      first.advance(p, grid, state.steps[to]);
     state.take(first, found);
   }
   __syncwarp();
@@ -77,12 +77,13 @@ cudaError_t launch_tiles(const AttnParams& p, const BackwardGrid& grid, cudaStre
     using Narrow = BackwardTile<typename Tile::Narrow, Tile::kScore>;
     if (grid.block_n <= Narrow::kBlockN) return launch_tiles<Element, Narrow>(p, grid, stream);
   }
-  BackwardGrid with_order = grid;
-  with_order.by_lane =
-      Tile::kScore == Score::kGeneral && bias_by_lane<Tile::kWarpKeys>(p, grid.block_n);
+  BackwardGrid own = grid;
+  own.even =
+      p.mask.blocks_t.index == nullptr && grid.tile_splits == 1 && grid.block_m == Tile::kBlockM;
+  own.by_lane = Tile::kScore == Score::kGeneral && bias_by_lane<Tile::kWarpKeys>(p, grid.block_n);
   return launch_shared(backward_kernel<Element, Tile>,
                        int64_t{grid.slots} * p.heads_k * grid.splits, Tile::kThreads,
-                       Tile::kSmemBytes, stream, p, with_order);
+                       Tile::kSmemBytes, stream, p, own);
 }
 
 // dk, dv and dq, those that are wanted; dq by a sum whose order is that of the blocks.
@@ -99,6 +100,9 @@ cudaError_t launch_main_kernel(const AttnParams& p,
   grid.dq_columns = round_up(p.head_dim, 16);
   grid.slots = static_cast<uint32_t>(slots);
   grid.sequence_slots = grid.slots / static_cast<uint32_t>(max_of(p.batch, 1));
+  grid.by_slots = Divisor(static_cast<int>(max_of(slots, int64_t{1})));
+  grid.by_sequence_slots = Divisor(static_cast<int>(max_of(grid.sequence_slots, 1u)));
+  grid.group = p.group_size();
   grid.block_m = plan.block_m;
   grid.block_n = plan.block_n;
   grid.findings = work.findings;

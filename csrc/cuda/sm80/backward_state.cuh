@@ -3,6 +3,7 @@
 // that read its keys and their query tiles.
 #pragma once
 
+#include "core/divisor.h"
 #include "core/mask.h"
 #include "core/philox.h"
 #include "core/tiles.h"
@@ -36,7 +37,11 @@ struct BackwardGrid {
   int dq_columns;   // head_dim, rounded up to 16
   uint32_t slots;   // of the key side (core/slots.h)
   uint32_t sequence_slots;  // of a sequence that is not packed
+  Divisor by_slots, by_sequence_slots;
   int block_m, block_n;
+  int group;  // query heads that read a key head
+  // Whether a head's tiles are a range of Tile::kBlockM queries each: no list, no slices.
+  bool even;
   // What the prepare kernel found (support/backward_prepare.cuh), and what stands for lse, in its
   // layout; with the weights to be read if a huge one was found.
   const BackwardFindings* findings;
@@ -65,7 +70,7 @@ struct __align__(16) QueryStep {
 
 // What a block knows of its problem, in shared memory since registers are short. The walk is one
 // thread's; it runs two tiles ahead.
-template <class Element>
+template <class Element, class Tile>
 struct BackwardState {
   QueryStep steps[4];  // of tile t: steps[t % 4]
   SeqInfo seq;
@@ -76,7 +81,7 @@ struct BackwardState {
   bool huge, poison;         // BackwardFindings
   int head, head_end;        // query heads still to come: [head, head_end)
   int64_t q, dout, line;     // of query 0 of `head`, as in QueryStep
-  QTiles tiles;              // of `head`
+  TileWalk tiles;            // of `head`
   DropoutMask dropout;       // of head 0, if there is any
 
   __device__ __forceinline__ BackwardState(const AttnParams& p,
@@ -120,26 +125,39 @@ struct BackwardState {
   // Of the slice of the heads that read a key head, or of the slice after it.
   __device__ __forceinline__ static int first_head(
       const AttnParams& p, const BackwardGrid& grid, int head_k, int split, int after) {
-    const int group = p.group_size();
+    const int group = grid.group;
     if (grid.splits == 1) return (head_k + after) * group;
     const int slices = grid.splits / grid.tile_splits, slice = split / grid.tile_splits + after;
     return head_k * group + static_cast<int>(int64_t{slice} * group / slices);
   }
 
-  __device__ __forceinline__ QTiles begin_head(const AttnParams& p, const BackwardGrid& grid) {
+  __device__ __forceinline__ TileWalk begin_head(const AttnParams& p, const BackwardGrid& grid) {
     q = seq.q_offset(p.q, 0, head);
     dout = seq.q_offset(p.grad.dout, 0, head);
     line = seq.lse_offset(p, head, 0);
-    return QTiles(p, seq, batch, head, key_begin, key_end, grid.block_m, tile_split,
-                  grid.tile_splits);
+    if (grid.even) return TileWalk(mask.q_tiles(key_begin, key_end, Tile::kBlockM), 0, 1);
+    return any_tiles(p, grid, seq, batch, head, key_begin, key_end, tile_split);
   }
 
-  template <class Tile>
+  // Out of line: what a block runs once should be short, since it is fetched for every block.
+  __device__ __noinline__ static TileWalk any_tiles(const AttnParams& p,
+                                                    const BackwardGrid& grid,
+                                                    SeqInfo seq,
+                                                    int batch,
+                                                    int head,
+                                                    int key_begin,
+                                                    int key_end,
+                                                    int tile_split) {
+    return QTiles(p, seq, batch, head, key_begin, key_end, grid.block_m, tile_split,
+                  grid.tile_splits)
+        .walk;
+  }
+
   __device__ __forceinline__ void advance(const AttnParams& p,
                                           const BackwardGrid& grid,
                                           QueryStep& to) {
     QTile t;
-    while (!tiles.next(t)) {
+    while (!tiles.next(t.m, t.full, t.bits)) {
       if (++head >= head_end) {
         head = head_end;
         to.head = -1;

@@ -49,10 +49,19 @@ struct BackwardStore : BackwardLoads<Element, Tile> {
     }
     // Warps of this role have written all of the tile's rows.
     ptx::barrier_sync(1 + kRole, T::kRoleWarps * 32);
-    store_tile_rows<T::kBlockN, T::kBlockN, kDim, T::kRoleWarps * 32>(
-        tile, static_cast<Element*>(t.ptr) + state.seq.k_offset(t, state.key_begin, state.head_k),
-        t.row, state.key_end - state.key_begin, dim, copies_whole_chunks<Element>(t),
-        Base::key_order());
+    Element* to =
+        static_cast<Element*>(t.ptr) + state.seq.k_offset(t, state.key_begin, state.head_k);
+    const int rows = state.key_end - state.key_begin;
+    const bool whole = copies_whole_chunks<Element>(t);
+    if constexpr (Base::kScore == Score::kPlain) {
+      if (whole && dim % kChunk == 0) {
+        store_whole_rows<T::kBlockN, T::kBlockN, kDim, T::kRoleWarps * 32>(tile, to, t.row, rows,
+                                                                           dim);
+        return;
+      }
+    }
+    store_tile_rows<T::kBlockN, T::kBlockN, kDim, T::kRoleWarps * 32>(tile, to, t.row, rows, dim,
+                                                                      whole, Base::key_order());
   }
 
   // The sum of one slice of the query tiles.
