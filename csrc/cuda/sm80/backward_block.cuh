@@ -32,8 +32,8 @@ struct BackwardBlock : BackwardQueries<Element, Tile> {
   using T = Tile;
   using Base = BackwardQueries<Element, Tile>;
   using Leaving = typename Base::Leaving;
-  using Base::barrier_all, Base::dim_warp, Base::ds_tile, Base::grid, Base::hidden, Base::key_warp,
-      Base::p, Base::smem, Base::state, Base::stats;
+  using Base::barrier_all, Base::dim_warp, Base::drops, Base::ds_tile, Base::grid, Base::hidden,
+      Base::key_warp, Base::p, Base::smem, Base::state, Base::stats;
   using Base::Base;
   template <int kRole>
   using Pieces = typename Base::template Pieces<kRole>;
@@ -151,8 +151,7 @@ struct BackwardBlock : BackwardQueries<Element, Tile> {
       }
       if (!full) hide(s, tile);
       if (some_bits) hidden.apply(s);
-      if (kScore == Score::kGeneral && !Held::kByLane && p.dropout.philox != nullptr)
-        mark_dropped(s, tile, state.dropout);
+      if (!Held::kByLane && drops()) mark_dropped<T::kDropout>(s, tile, state.dropout);
       Operands a;
       send(a, s, t, first_query(sub));
       // Role 0 may be ahead of role 1 by as many substeps as there are barriers, no more.
@@ -223,10 +222,14 @@ struct BackwardBlock : BackwardQueries<Element, Tile> {
       to[n] = ptx::load_shared_8(from + n * 32 + lane % 4 * 8);
   }
 
+  __device__ __forceinline__ bool capped() const {
+    return kScore == Score::kGeneral && grid.numbers.cap > 0;
+  }
+
   // P^T as A operands, and to role 1: times the slopes of the softcap, negative where dropped.
   __device__ __forceinline__ void send(Operands& a, const Scores& prob, int t, int query) const {
     const uint32_t rows = own_rows(sent_tile(t), query);
-    if (kScore == Score::kPlain || (grid.numbers.cap == 0 && p.dropout.philox == nullptr)) {
+    if (!capped() && !drops()) {
 #pragma unroll
       for (int n = 0; n < T::kSubQueries / 16; ++n) {
 #pragma unroll
@@ -235,7 +238,7 @@ struct BackwardBlock : BackwardQueries<Element, Tile> {
       }
       store_operands(rows, a);
     } else {
-      if (grid.numbers.cap > 0) __syncwarp();
+      if (capped()) __syncwarp();
 #pragma unroll
       for (int n = 0; n < T::kSubQueries / 16; ++n) {
 #pragma unroll
@@ -253,7 +256,7 @@ struct BackwardBlock : BackwardQueries<Element, Tile> {
                                                int pair) const {
     uint32_t sent[4];
     to_operand<Element>(sent, left, right);
-    if (grid.numbers.cap > 0) {
+    if (capped()) {
       uint32_t slopes[4];
       ptx::load_matrix_x4(slopes, operand_at<0>(rows_operand(rows), pair));
 #pragma unroll
@@ -352,7 +355,7 @@ struct BackwardBlock : BackwardQueries<Element, Tile> {
         if ((pair & 0x7fff0000u) == 0) dp[r][n][e % 2 * 2 + 1] = 0;
       }
     }
-    if (kScore == Score::kGeneral && p.dropout.philox != nullptr) {
+    if (drops()) {
       const float scale = grid.numbers.dropout_scale;
       score_gradients(ds, sent, dp, delta, [=](float prob, float x, float d) {
         return dropped_gradient(prob, x, d, scale);

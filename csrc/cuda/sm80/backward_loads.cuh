@@ -38,6 +38,11 @@ struct BackwardLoads {
     state.advance(p, grid, state.steps[to % 4]);
   }
 
+  // Whether dropout may be on; if it may not, the compiler knows.
+  __device__ __forceinline__ bool drops() const {
+    return T::kDropout || (kScore == Score::kGeneral && p.dropout.philox != nullptr);
+  }
+
   __device__ __forceinline__ void barrier_all() const { ptx::barrier_sync(0, T::kThreads); }
 
   // Where the rows of K and V lie in their tiles, and so those of dK and dV.

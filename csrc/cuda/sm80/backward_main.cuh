@@ -70,12 +70,23 @@ struct MainWork {
   float *dk_partial, *dv_partial;  // (num_splits, key_rows, …), zero; null when num_splits is 1
 };
 
+// Whether there is nothing but dropout, in tiles as BackwardTile::kDropout wants them.
+inline bool only_dropout(const AttnParams& p) {
+  return p.dropout.philox != nullptr && p.bias.ptr == nullptr && p.alibi.slopes == nullptr &&
+         p.softcap == 0 && p.mask.block_q % 16 == 0 && p.mask.block_k % 32 == 0;
+}
+
 // With the narrower tile where the mask's blocks leave warps of this one without keys.
 template <class Element, class Tile>
 cudaError_t launch_tiles(const AttnParams& p, const BackwardGrid& grid, cudaStream_t stream) {
   if constexpr (!std::is_void_v<typename Tile::Narrow>) {
-    using Narrow = BackwardTile<typename Tile::Narrow, Tile::kScore>;
+    using Narrow = BackwardTile<typename Tile::Narrow, Tile::kScore, Tile::kDropout>;
     if (grid.block_n <= Narrow::kBlockN) return launch_tiles<Element, Narrow>(p, grid, stream);
+  }
+  if constexpr (Tile::kScore == Score::kGeneral && !std::is_void_v<typename Tile::Dropout>) {
+    using Dropout = BackwardTile<typename Tile::Dropout, Score::kPlain, true>;
+    static_assert(Dropout::kSmemBytes <= Tile::kSmemBytes);
+    if (only_dropout(p)) return launch_tiles<Element, Dropout>(p, grid, stream);
   }
   BackwardGrid own = grid;
   own.even =

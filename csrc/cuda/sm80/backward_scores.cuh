@@ -283,8 +283,9 @@ static __device__ __noinline__ uint32_t dropped_slowly(DropoutMask mask, int que
 
 // Marks dropped probabilities by their sign (-0 is dropped too). mask: of head 0. A call of Philox
 // serves queries i, i + 8 and keys j, j + 8, j + 16, j + 24, which are a thread's. Tiles that begin
-// between multiples of 16 queries or 32 keys, which odd block masks make, go element by element.
-template <int kRowBlocks, int kColumnBlocks>
+// between multiples of 16 queries or 32 keys, which odd block masks make, go element by element;
+// kAligned: there are none.
+template <bool kAligned, int kRowBlocks, int kColumnBlocks>
 __device__ __forceinline__ void mark_dropped(Fragment<kRowBlocks, kColumnBlocks>& prob,
                                              const ScoreTile& tile,
                                              DropoutMask mask) {
@@ -292,7 +293,7 @@ __device__ __forceinline__ void mark_dropped(Fragment<kRowBlocks, kColumnBlocks>
   mask.seed_high = ptx::uniform(mask.seed_high);
   mask.plane += tile.head;
   const bool second = kRowBlocks == 1 && tile.key % 32 == 16;  // half of a call's keys
-  if (tile.query % 16 != 0 || (tile.key % 32 != 0 && !second)) {
+  if (!kAligned && (tile.query % 16 != 0 || (tile.key % 32 != 0 && !second))) {
 #pragma unroll
     for (int r = 0; r < kRowBlocks; ++r) {
 #pragma unroll

@@ -14,10 +14,13 @@
 
 namespace flash_attn::sm80 {
 
-template <class Numbers, Score kScoreLevel>
+// kDropoutToo: plain scores and dropout, in tiles that begin at multiples of 16 queries and 32
+// keys.
+template <class Numbers, Score kScoreLevel, bool kDropoutToo = false>
 struct BackwardTile : Numbers {
   using N = Numbers;
   static constexpr Score kScore = kScoreLevel;
+  static constexpr bool kDropout = kDropoutToo;
   static constexpr int kKeyWarps = N::kBlockN / N::kWarpKeys;
   static constexpr int kRoleWarps = kKeyWarps * N::kDimWarps;
   static constexpr int kWarps = 2 * kRoleWarps, kThreads = 32 * kWarps;
@@ -71,6 +74,7 @@ struct Narrow64;
 struct Small64;
 struct Backward64 {
   using Narrow = Narrow64;
+  using Dropout = void;
   static constexpr int kHeadDim = 64, kHeadDimV = 64;
   static constexpr int kBlockM = 64, kBlockN = 256, kWarpKeys = 64, kDimWarps = 1;
   static constexpr int kStages = 2, kBlocksPerSm = 1;
@@ -82,34 +86,44 @@ struct Backward64 {
 };
 struct Backward128 {
   using Narrow = void;
+  using Dropout = void;
   static constexpr int kHeadDim = 128, kHeadDimV = 128;
   static constexpr int kBlockM = 64, kBlockN = 128, kWarpKeys = 32, kDimWarps = 1;
   static constexpr int kSubQueries = 64, kStages = 2, kBlocksPerSm = 1;
 };
 struct Backward192 {
   using Narrow = void;
+  using Dropout = void;
   static constexpr int kHeadDim = 192, kHeadDimV = 128;
   static constexpr int kBlockM = 64, kBlockN = 64, kWarpKeys = 32, kDimWarps = 2;
   static constexpr int kSubQueries = 32, kStages = 2, kBlocksPerSm = 1;
 };
 struct Backward256 {
   using Narrow = void;
+  using Dropout = void;
   static constexpr int kHeadDim = 256, kHeadDimV = 256;
   static constexpr int kBlockM = 64, kBlockN = 64, kWarpKeys = 32, kDimWarps = 2;
   static constexpr int kSubQueries = 32, kStages = 2, kBlocksPerSm = 1;
 };
-// The general kernels have more to keep beside the scores.
+struct Dropout64 : Backward64 {
+  using Narrow = void;
+};
+// The general kernels have more to keep beside the scores. Dropout: the tile where there is nothing
+// but dropout.
 struct General64 : Backward64 {
   using Narrow = Small64;
+  using Dropout = Dropout64;
   static constexpr int kSubQueries = 16;
 };
 struct General128 : Backward128 {
+  using Dropout = Backward128;
   static constexpr int kSubQueries = 32;
 };
 
 // Less shared memory: 163 KB (Medium), 99 KB (Small), 64 KB (Sm75).
 struct Small64 : General64 {
   using Narrow = void;
+  using Dropout = void;
   static constexpr int kBlockN = 128, kWarpKeys = 32;  // 64 keys a warp spill
 };
 struct Narrow64 : Backward64 {
