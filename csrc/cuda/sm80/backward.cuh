@@ -39,18 +39,29 @@ struct BackwardSteps {
 // The workspace: what is zero before comes first. Every part begins at a multiple of 256 bytes.
 struct BackwardWorkspace {
   BackwardFindings* findings;
+  DqRing ring = {};
   float *dq_accum, *dk_partial, *dv_partial;
   RowWeight* rows;
   double* slopes;
   int64_t bytes = 0, zero_bytes = 0;
 
-  // `slots`: of tiles that own queries.
-  BackwardWorkspace(
-      const AttnParams& p, const BackwardSteps& steps, int64_t slots, int num_splits, void* base) {
+  // `slots`: of tiles that own queries. block_n, columns: keys and head_dim of the main kernel's
+  // widest tile.
+  BackwardWorkspace(const AttnParams& p,
+                    const BackwardSteps& steps,
+                    int64_t slots,
+                    int block_n,
+                    int columns,
+                    int num_splits,
+                    void* base) {
     const int64_t keys = num_splits > 1 ? key_rows(p) : 0;
     const int dim = round_up(p.head_dim, 16), dim_v = round_up(p.head_dim_v, 16);
+    if (steps.adds_dq) ring.places = ring_places(p, block_n, columns);
+    const int64_t lines = ring.places > 0 ? ring.places * ring_lines(p) : lse_rows(p);
     take(findings, 1, base);
-    take(dq_accum, steps.adds_dq ? accumulator_size(lse_rows(p), dim) : 0, base);
+    take(ring.arrived, ring.places, base);
+    take(ring.finished, ring.places, base);
+    take(dq_accum, steps.adds_dq ? accumulator_size(lines, dim) : 0, base);
     take(dk_partial, num_splits * accumulator_size(keys, dim), base);
     take(dv_partial, num_splits * accumulator_size(keys, dim_v), base);
     zero_bytes = bytes;
@@ -68,12 +79,14 @@ struct BackwardWorkspace {
 };
 
 template <class Main>
-constexpr int main_smem_bytes() {
-  if constexpr (std::is_void_v<Main>)
-    return 0;
-  else
-    return Main::kSmemBytes;
-}
+struct MainNumbers {
+  static constexpr int kSmemBytes = Main::kSmemBytes, kBlockN = Main::kBlockN;
+  static constexpr int kHeadDim = Main::kHeadDim;
+};
+template <>
+struct MainNumbers<void> {
+  static constexpr int kSmemBytes = 0, kBlockN = 1, kHeadDim = 0;
+};
 
 // `Main`: the tile of the main kernel, void in fp32; `Ordered`: that of the others.
 template <class Main, class Ordered>
@@ -83,7 +96,7 @@ struct BackwardLauncher {
       max_of(ordered_smem_bytes<Ordered, KeysDown>(), ordered_smem_bytes<Ordered, QueriesDown>());
   using Element = typename Ordered::Element;
   // The kernels of dbias take no more shared memory than the others, if they can.
-  static constexpr int kOthersBytes = max_of(main_smem_bytes<Main>(), kOrderedBytes);
+  static constexpr int kOthersBytes = max_of(MainNumbers<Main>::kSmemBytes, kOrderedBytes);
   using GeneralBias =
       typename FirstThatFits<kOthersBytes, BiasTile<Ordered, 2>, BiasTile<Ordered, 1>>::Type;
   template <class Number>
@@ -105,18 +118,23 @@ struct BackwardLauncher {
         stream(static_cast<cudaStream_t>(stream_)),
         steps(params, kHasMain),
         queries(ordered_grid<Ordered, QueriesDown>(params)),
-        work(params, steps, queries.slots, splits(plan_.num_splits), workspace) {
+        work(workspace_of(params, steps, queries.slots, plan_.num_splits, workspace)) {
     queries.findings = work.findings;
     queries.rows = work.rows;
     queries.slopes = work.slopes;
   }
 
-  static int splits(int num_splits) { return kHasMain ? num_splits : 1; }
+  static BackwardWorkspace workspace_of(
+      const AttnParams& p, const BackwardSteps& steps, int64_t slots, int num_splits, void* base) {
+    using Numbers = MainNumbers<Main>;
+    return BackwardWorkspace(p, steps, slots, Numbers::kBlockN, Numbers::kHeadDim,
+                             kHasMain ? num_splits : 1, base);
+  }
 
   static int64_t workspace_bytes(const AttnParams& p, int, int num_splits) {
     const int64_t slots = ordered_grid<Ordered, QueriesDown>(p).slots;
-    return BackwardWorkspace(p, BackwardSteps(p, kHasMain), slots, splits(num_splits), nullptr)
-        .bytes;
+    const BackwardSteps steps(p, kHasMain);
+    return workspace_of(p, steps, slots, num_splits, nullptr).bytes;
   }
 
   static int launch(const AttnParams& p, const Plan& plan, void* workspace, void* stream) {
@@ -149,8 +167,8 @@ struct BackwardLauncher {
 
   cudaError_t launch_keys() const {
     if constexpr (kHasMain) {
-      const MainWork main = {work.findings, work.rows, work.dq_accum, work.dk_partial,
-                             work.dv_partial};
+      const MainWork main = {work.findings, work.rows,       work.dq_accum,
+                             work.ring,     work.dk_partial, work.dv_partial};
       return launch_main_kernel<Element, Main>(p, plan, main, stream);
     } else {
       OrderedGrid keys = ordered_grid<Ordered, KeysDown>(p);

@@ -397,15 +397,24 @@ struct BackwardBlock : BackwardQueries<Element, Tile> {
       this->load_stats(state.steps[0], 0);
       this->load_queries(state.steps[0], 0);
     }
+    if (kRole == 1) this->wait_for_place();
     // Two loops, because what is held of the bias takes registers.
     if (kRole == 0 && kScore == Score::kGeneral && grid.by_lane) {
       run_tiles<kRole, HeldBias<T::kRowBlocks, T::kSubQueries / 8>>(acc);
     } else {
       run_tiles<kRole, NoHeldBias>(acc);
     }
-    // Nobody reads V any more; K is role 1's to the end.
-    if constexpr (kRole == 1) ptx::barrier_sync(1 + kRole, T::kRoleWarps * 32);
+    // V is read no more, nor K by the other warps of role 1.
+    constexpr int kArrival = 3, kArriving = T::kRoleWarps * 32 + 32;
+    if constexpr (kRole == 1) {
+      ptx::barrier_sync(1 + kRole, T::kRoleWarps * 32);
+      if (this->has_ring()) ptx::barrier_arrive(kArrival, kArriving);
+    }
     this->template write<kRole>(acc);
+    if (kRole == 0 && this->warp == 0 && this->has_ring()) {
+      ptx::barrier_sync(kArrival, kArriving);
+      if (threadIdx.x == 0) this->arrive();
+    }
   }
 
   template <int kRole, class Held, int kColumnBlocks>

@@ -38,6 +38,11 @@ struct BackwardLoads {
     state.advance(p, grid, state.steps[to % 4]);
   }
 
+  // Whether dq goes by way of the ring (support/backward_ring.cuh).
+  __device__ __forceinline__ bool has_ring() const {
+    return T::kHeadDim <= kRingColumns && grid.ring.places > 0;
+  }
+
   // Whether dropout may be on; if it may not, the compiler knows.
   __device__ __forceinline__ bool drops() const {
     return T::kDropout || (kScore == Score::kGeneral && p.dropout.philox != nullptr);

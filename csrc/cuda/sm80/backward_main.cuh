@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// dK, dV and the sum of dQ in 16 bits (backward_block.cuh), and dq from that sum, or dk and dv
-// where they were made in slices (support/backward_finish.cuh).
+// dK, dV and the sum of dQ in 16 bits (backward_block.cuh), and dq from that sum, by the kernel's
+// last blocks (support/backward_ring.cuh) or by one of its own, which makes dk and dv as well where
+// they came in slices (support/backward_finish.cuh).
 #pragma once
 
 #include <type_traits>
@@ -59,6 +60,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
   } else {
     block.template run<1>();
   }
+  if (!block.has_ring()) return;
+  block.barrier_all();
+  if (state.last) block.finish_group();
 }
 
 // What the main kernel works with beside the tensors; all of it device memory.
@@ -66,7 +70,9 @@ struct MainWork {
   // From launch_prepare: {huge_lse, …}, and what stands for lse.
   const BackwardFindings* findings;
   const RowWeight* rows;
-  float* dq_accum;                 // (rows of lse, head_dim rounded up to 16), zero; null: no dq
+  // (rows of lse or lines of the ring, head_dim rounded up to 16), zero; null: no dq.
+  float* dq_accum;
+  DqRing ring;
   float *dk_partial, *dv_partial;  // (num_splits, key_rows, …), zero; null when num_splits is 1
 };
 
@@ -108,6 +114,8 @@ cudaError_t launch_main_kernel(const AttnParams& p,
   BackwardGrid grid = {};
   grid.numbers = ScoreNumbers(p);
   grid.dq_accum = work.dq_accum;
+  grid.ring = work.ring;
+  grid.ring.lines = ring_lines(p);
   grid.dq_columns = round_up(p.head_dim, 16);
   grid.slots = static_cast<uint32_t>(slots);
   grid.sequence_slots = grid.slots / static_cast<uint32_t>(max_of(p.batch, 1));
@@ -120,10 +128,11 @@ cudaError_t launch_main_kernel(const AttnParams& p,
   grid.rows = work.rows;
   grid.tile_splits = max_of(1, plan.num_splits / p.group_size());
   grid.splits = grid.tile_splits * min_of(plan.num_splits, p.group_size());
+  grid.ring.blocks = static_cast<int>(grid.sequence_slots) * grid.splits;
   grid.dk_partial = work.dk_partial;
   grid.dv_partial = work.dv_partial;
   cudaError_t error = launch_tiles<Element, Tile>(p, grid, stream);
-  if (error == cudaSuccess && work.dq_accum != nullptr)
+  if (error == cudaSuccess && work.dq_accum != nullptr && work.ring.places == 0)
     error = launch_finish<Element>(query_target(p), work.dq_accum, 1, stream);
   if (grid.splits == 1) return error;
   if (error == cudaSuccess && p.grad.dk.ptr != nullptr)

@@ -13,8 +13,8 @@ template <class Element, class Tile>
 struct BackwardQueries : BackwardStore<Element, Tile> {
   using T = Tile;
   using Base = BackwardStore<Element, Tile>;
+  using Base::barrier_all, Base::grid, Base::p, Base::smem, Base::state;
   using Base::Base;
-  using Base::grid, Base::smem, Base::state;
 
   __device__ __forceinline__ uint32_t ds_tile(int t) const {
     return smem + T::kDs + t % T::kStages * T::kPanelBytes;
@@ -62,8 +62,8 @@ struct BackwardQueries : BackwardStore<Element, Tile> {
       multiply_keys<Element, T::kBlockN, T::kBlockN, kColumnWarps>(now.part, ds, keys, [&](int k) {
         if (pass > 0) last.add(k, T::kBlockN / 16);
       });
-      now.to = grid.dq_accum + accumulator_offset(step.line + row, column * 16, T::kHeadDim) +
-               lane % 4 * 4;
+      now.to = grid.dq_accum + lane % 4 * 4 +
+               accumulator_offset(step.line + state.dq_line + row, column * 16, T::kHeadDim);
       last = now;
     }
     if (!T::kDqOverScores) last.add(0, 1);
@@ -98,8 +98,8 @@ struct BackwardQueries : BackwardStore<Element, Tile> {
       }
     }
     const int live = step.end - step.begin - row;
-    float* to = grid.dq_accum + accumulator_offset(step.line + row, column * 16, grid.dq_columns) +
-                lane % 4 * 4;
+    float* to = grid.dq_accum + lane % 4 * 4 +
+                accumulator_offset(step.line + state.dq_line + row, column * 16, grid.dq_columns);
     if (step.end - step.begin == T::kBlockM && grid.dq_columns == T::kHeadDim) {
       add_queries(to, dq, [](int, int) { return true; });
     } else {
@@ -127,6 +127,44 @@ struct BackwardQueries : BackwardStore<Element, Tile> {
         }
       }
       to += 8 * grid.dq_columns;
+    }
+  }
+
+  // ---- the ring
+
+  // A warp, before its first addition.
+  __device__ __forceinline__ void wait_for_place() const {
+    if (!this->has_ring()) return;
+    if (threadIdx.x % 32 == 0) {
+      while (ptx::load_acquire(grid.ring.finished + state.place) != state.turn)
+        ;
+    }
+    __syncwarp();
+  }
+
+  // One thread, once all additions of the block are behind it.
+  __device__ __forceinline__ void arrive() const {
+    const int before = ptx::add_acquire_release(grid.ring.arrived + state.place, 1);
+    state.last = before + 1 == grid.ring.blocks;
+  }
+
+  // All threads of a group's last block.
+  __device__ __forceinline__ void finish_group() const {
+    float* accum = grid.dq_accum + state.place * grid.ring.lines * T::kHeadDim;
+    const int head = state.head_k * grid.group;
+    ring_to_rows<Element, T::kHeadDim, T::kWarps>(
+        accum, grid.group * p.seqlen_q, grid.numbers.scale, [&](int line) {
+          int row = line, of_head = head;
+          for (; row >= p.seqlen_q; row -= p.seqlen_q)
+            ++of_head;
+          return static_cast<Element*>(p.grad.dq.ptr) + state.seq.q_offset(p.grad.dq, row, of_head);
+        });
+    const int groups_left = p.batch * p.heads_k - (state.turn + 1) * grid.ring.places;
+    if (state.place >= groups_left) return;  // nobody has the place after this group
+    barrier_all();
+    if (threadIdx.x == 0) {
+      grid.ring.arrived[state.place] = 0;
+      ptx::store_release(grid.ring.finished + state.place, state.turn + 1);
     }
   }
 };

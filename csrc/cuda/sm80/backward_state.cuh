@@ -9,6 +9,7 @@
 #include "core/tiles.h"
 #include "cuda/sm80/backward_tile.h"
 #include "cuda/support/backward_prepare.cuh"
+#include "cuda/support/backward_ring.cuh"
 #include "cuda/tile/load.cuh"
 
 namespace flash_attn::sm80 {
@@ -33,9 +34,12 @@ struct ScoreNumbers {
 
 // What the launcher adds to the problem.
 struct BackwardGrid {
-  float* dq_accum;  // (rows of lse, dq_columns), zero before; null when dq is not wanted here
-  int dq_columns;   // head_dim, rounded up to 16
-  uint32_t slots;   // of the key side (core/slots.h)
+  // (rows of lse or lines of the ring's places, dq_columns), zero before; null when dq is not
+  // wanted here.
+  float* dq_accum;
+  DqRing ring;
+  int dq_columns;           // head_dim, rounded up to 16
+  uint32_t slots;           // of the key side (core/slots.h)
   uint32_t sequence_slots;  // of a sequence that is not packed
   Divisor by_slots, by_sequence_slots;
   int block_m, block_n;
@@ -83,6 +87,9 @@ struct BackwardState {
   int64_t q, dout, line;     // of query 0 of `head`, as in QueryStep
   TileWalk tiles;            // of `head`
   DropoutMask dropout;       // of head 0, if there is any
+  int place, turn;           // DqRing: of this group, and groups that had the place before
+  int64_t dq_line;           // from a row of lse to its line of the accumulator
+  bool last;                 // of the group's blocks; once they have arrived
 
   __device__ __forceinline__ BackwardState(const AttnParams& p,
                                            const BackwardGrid& grid,
@@ -103,8 +110,18 @@ struct BackwardState {
         dout_whole(copies_whole_chunks<Element>(p.grad.dout, p.head_dim_v)),
         head(first_head(p, grid, head_, split_, 0)),
         head_end(first_head(p, grid, head_, split_, 1)),
-        tiles(begin_head(p, grid)) {
+        tiles(begin_head(p, grid)),
+        place(0),
+        turn(0),
+        dq_line(0) {
     if (p.dropout.philox != nullptr) dropout = DropoutMask(p, b, 0);
+    const DqRing& ring = grid.ring;
+    if (ring.places > 0) {
+      const int group = head_k * p.batch + batch;
+      turn = group / ring.places;
+      place = group - turn * ring.places;
+      dq_line = place * ring.lines - seq.lse_offset(p, head_k * grid.group, 0);
+    }
   }
 
   // Everything but the steps, and what was found.
@@ -120,6 +137,7 @@ struct BackwardState {
     q = from.q, dout = from.dout, line = from.line;
     tiles = from.tiles;
     dropout = from.dropout;
+    place = from.place, turn = from.turn, dq_line = from.dq_line;
   }
 
   // Of the slice of the heads that read a key head, or of the slice after it.

@@ -128,7 +128,7 @@ cudaError_t launch_finish(const FinishTarget& target,
 }
 
 // dq = softmax_scale * accumulator.
-inline FinishTarget query_target(const AttnParams& p) {
+FA_HD FinishTarget query_target(const AttnParams& p) {
   const bool packed = p.seq_q.cu_seqlens != nullptr;
   return {p.grad.dq,
           packed ? p.seq_q.total : p.seqlen_q,
