@@ -74,13 +74,13 @@ def test_fa2_continuous_batching_cuda(model, fa2):
     check_continuous_batching(build(model, fa2, torch.float32, "cuda").eval(), model)
 
 
+# gpt-oss' experts in fp32 copy from the host, which no graph takes.
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("model", ["llama-gqa", "gpt_oss-sinks"])
-def test_fa2_continuous_batching_graphs_cuda(model, asynchronous):
+def test_fa2_continuous_batching_graphs_cuda(asynchronous):
     """The same captured in CUDA graphs, prefill and decoding; asynchronous: the next batch is
     prepared while one runs, as transformers does by default."""
     program = Path(__file__).with_name("hf_graphs.py")
-    command = [sys.executable, str(program), model, str(int(asynchronous))]
+    command = [sys.executable, str(program), "llama-gqa", str(int(asynchronous))]
     paths = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=paths)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
