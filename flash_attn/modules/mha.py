@@ -274,7 +274,7 @@ class MHA(nn.Module):
         super()._apply(fn, recurse)
         slopes = self.inner_cross_attn.alibi_slopes
         if before is not None and before.is_meta and not slopes.is_meta:
-            slopes.copy_(torch.tensor(get_alibi_slopes(self.num_heads)))
+            slopes.copy_(slopes.new_tensor(get_alibi_slopes(self.num_heads)))
         return self
 
     def allocate_inference_cache(self, batch_size, max_seqlen, dtype=None) -> Tensor:
