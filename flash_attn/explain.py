@@ -107,9 +107,8 @@ def explain(
         size = q.shape[0] * q.shape[2] * q.shape[1] * k.shape[1]
         answer.notes.append(f"memory quadratic in the lengths: {size} scores, several times over")
         return answer
-    if q.device.type == "meta":
-        answer.notes.append("meta tensors hold no values: the call gives their shapes, no kernel")
-    elif "forward" in _ops.missing_kernels(q.device.type.upper()):
+    absent = _ops.missing_kernels(q.device.type.upper())
+    if "forward" in absent:
         answer.notes.append(_ops.no_kernel("forward", q.device.type))
     if _ops._host is None:
         answer.notes.append(f"no plan: {host_missing()}")
@@ -135,6 +134,7 @@ def explain(
             window_right=0 if causal else right,
             softcap=float(softcap),
             bias=attn_bias is not None,
+            **({} if attn_bias is None else {"bias_boxes": _bias_in_boxes(attn_bias)}),
             alibi=alibi_slopes is not None,
             dropout=realised_dropout(float(dropout_p)) > 0,
             sinks=learnable_sink is not None or s_aux is not None,
@@ -160,6 +160,14 @@ def _in_boxes(x: Tensor) -> bool:
     each = 16 // x.element_size()
     strides = [s for s, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1]
     return x.data_ptr() % 16 == 0 and all(s > 0 and s % each == 0 for s in strides)
+
+
+def _bias_in_boxes(bias: Tensor) -> bool:
+    """The same of a bias or mask, of which no more than 16 bits an element."""
+    last = bias.stride(-1) == 1 and bias.shape[-1] > 1
+    strides = [s for s, size in zip(bias.stride()[:-1], bias.shape[:-1], strict=True) if size > 1]
+    each = 16 // bias.element_size()
+    return last and each > 4 and bias.data_ptr() % 16 == 0 and all(s % each == 0 for s in strides)
 
 
 def describe_device(device: torch.device) -> dict[str, int | str]:

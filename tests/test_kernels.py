@@ -126,8 +126,6 @@ def test_kernels_cuda(row, monkeypatch):
     monkeypatch.setenv("FLASH_ATTN_CUDA_LIMITS", f"{arch}:{smem << 10}")
     hopper = row["family"] == "sm90"  # which leaves other cases to sm80
     for index, case in enumerate(GENERAL if row["score"] == "general" else PLAIN):
-        if hopper and case.bias:
-            continue
         if hopper:
             blocks = case.blocks or ("_blocks" in row["name"] and (128, 128)) or ()
             case = replace(case, aligned=True, blocks=blocks)

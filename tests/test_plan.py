@@ -131,7 +131,12 @@ def test_plan_of_hopper(dtype):
         few | {"page_size": 16},
     ):
         assert gpu(90, **(sizes | fast))["backend"] == "sm90"
-    for other in ({"bias": True}, {"boxes": False}):
+    assert gpu(90, **sizes, bias=True)["kernel"].endswith("_d128_blocks_general")
+    odd = sizes | {"bias": True, "bias_boxes": False}
+    assert gpu(90, **odd)["backend"] == "sm80"
+    assert any("a bias of this kind" in text for text in gpu(90, **odd)["reasons"])
+    assert gpu(90, **odd, any_speed=True)["backend"] == "sm90"
+    for other in ({"boxes": False},):
         made = gpu(90, **(sizes | other))
         assert made["backend"] == "sm80"
         assert any("sm90" in text and "16 bytes" in text for text in made["reasons"])

@@ -134,7 +134,13 @@ AttnParams parse_params(Description& d) {
   }
   p.softmax_scale = d.take("softmax_scale", 1.0);
   p.softcap = d.take("softcap", 0.0);
-  p.bias.ptr = present<double>(d.take("bias", false));
+  if (d.take("bias", false)) {
+    alignas(16) static const char nothing[16] = {};
+    p.bias.ptr = nothing;
+    p.bias.dtype = p.dtype;
+    // Whether it lies as the copy engine reads it: keys side by side, rows of whole 16 bytes.
+    p.bias.col = d.take("bias_boxes", true);
+  }
   p.alibi.slopes = present<float>(d.take("alibi", false));
   p.dropout.philox = present<int64_t>(d.take("dropout", false));
   p.sinks.ptr = present<double>(d.take("sinks", false));
@@ -226,7 +232,8 @@ PYBIND11_MODULE(_host, m) {
       "The plan of a problem: a dict with the keys pass, backend, device (cpu or cuda), threads or "
       "arch "
       "(compute capability * 10) and sm_count, dtype, batch, seqlen_q, seqlen_k, heads_q, heads_k, "
-      "head_dim, head_dim_v, softmax_scale, softcap, bias, alibi, dropout, sinks, window_left, "
+      "head_dim, head_dim_v, softmax_scale, softcap, bias, bias_boxes, alibi, dropout, sinks, "
+      "window_left, "
       "window_right, smem_per_block, "
       "block_q, "
       "block_k. Returns a dict: text, reasons (why no other kernel), kernel, backend, tiles, "

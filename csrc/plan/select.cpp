@@ -120,7 +120,10 @@ std::string misfit_text(const KernelRow& row,
       return "has no softcap, bias, ALiBi or dropout, and takes positive scales only";
     case Misfit::kLayout: return std::string("wants ") + row.wants;
     case Misfit::kSlower:
-      return "is slower than another for so few keys or queries, or such small blocks or pages";
+      return std::string(
+                 "is slower than another for so few keys or queries, or such small blocks or "
+                 "pages") +
+             (p.bias.ptr != nullptr ? ", or a bias of this kind" : "");
     case Misfit::kSmem:
       return "needs " + std::to_string(smem_needed(row)) +
              " bytes of shared memory a block, this GPU gives " +

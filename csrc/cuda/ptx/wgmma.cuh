@@ -55,6 +55,16 @@ __device__ __forceinline__ void hold(uint32_t* x) {
     asm volatile("" : "+r"(x[i])::"memory");
 }
 
+// Makes what a sum of weights, which is no negative number, is made of before what follows:
+// arithmetic is moved behind a wait otherwise, and the wait hides nothing.
+__device__ __forceinline__ void settle(float sum) {
+  asm volatile(
+      "{.reg .pred never; setp.lt.f32 never, %0, 0f00000000; @never st.shared.f32 [%1], %0;}" ::"f"(
+          sum),
+      "r"(0)
+      : "memory");
+}
+
 // clang-format off
 // The names of the first accumulators of an instruction, and themselves.
 #define FA_NAMES_32 \

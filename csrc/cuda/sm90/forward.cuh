@@ -13,7 +13,8 @@
 //                                      6 after the last: out += P V;  sink, out / l and lse
 //
 // Shared memory: Q (kBlockM, head_dim), later out | K, kStages of (kBlockN, head_dim) | V |
-// ForwardState | barriers: K full, K empty, V full, V empty, kStages each | tiles | their pages.
+// ForwardState | barriers: K full, K empty, V full, V empty, kStages each | tiles | their pages |
+// of kGeneral, the bias of each warp (bias_boxes.cuh).
 #pragma once
 
 #include "cuda/launch.h"
@@ -23,6 +24,23 @@
 #include "plan/plan.h"
 
 namespace flash_attn::sm90 {
+
+struct ForwardMaps : KeyMaps {
+  // kGeneral only.
+  BiasMap bias;
+  CapSeries cap;
+  unsigned sharing;  // batches that read the same bias
+};
+
+// Blocks of batches that share a bias stand side by side, so that device memory gives it once: all
+// but the late tiles (ForwardGrid).
+__device__ __forceinline__ unsigned shared_task(const ForwardGrid& grid,
+                                                unsigned batches,
+                                                unsigned x) {
+  const unsigned early = grid.lines * (grid.run - grid.late);
+  if (batches <= 1 || x >= early) return x;
+  return x % batches * (early / batches) + x / batches;
+}
 
 // ---- producer, one warp
 
@@ -68,7 +86,7 @@ template <class Element, class Tile, Score kScore>
 __global__ void __launch_bounds__(ForwardSizes<Tile>::kThreads, 1)
     forward_kernel(const __grid_constant__ AttnParams p,
                    const __grid_constant__ ForwardGrid grid,
-                   const __grid_constant__ KeyMaps maps) {
+                   const __grid_constant__ ForwardMaps maps) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using T = ForwardSizes<Tile>;
   extern __shared__ __align__(1024) uint8_t smem[];
@@ -77,7 +95,8 @@ __global__ void __launch_bounds__(ForwardSizes<Tile>::kThreads, 1)
   uint8_t* barriers = smem + T::template barriers<Element>();
   const Pipeline<Tile::kStages> pipe = {smem_address(barriers)};
 
-  ForwardTask task(p, grid, blockIdx.x);
+  ForwardTask task(
+      p, grid, kScore == Score::kPlain ? blockIdx.x : shared_task(grid, maps.sharing, blockIdx.x));
   const SeqInfo seq(p, task.batch);
   if (!task.cut(seq, grid.block_m)) return;
   if (threadIdx.x < T::kConsumerThreads) {
@@ -107,9 +126,18 @@ __global__ void __launch_bounds__(ForwardSizes<Tile>::kThreads, 1)
     ptx::proxy_fence();
     ptx::barrier_sync(1, T::kConsumerThreads);
     const uint32_t group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+    const auto features = [&] {
+      if constexpr (kScore == Score::kGeneral) {
+        return Features<Element, Tile>(p, grid, maps.cap, state, maps.bias,
+                                       smem_address(smem) + T::template features<Element>());
+      } else {
+        return NoFeatures();
+      }
+    };
     Consumer<Element, Tile, kScore> self = {p,    grid,     state, smem_address(smem),
-                                            pipe, barriers, group};
+                                            pipe, barriers, group, features()};
     consume(self);
+    self.features.finish();
     self.softmax.finish();
     ptx::barrier_sync(2 + threadIdx.x / 128, 128);
     store_result(p, grid, state, threadIdx.x / 32 * 16, self.softmax.m, self.softmax.l, self.out, 0,
@@ -135,12 +163,18 @@ int launch_forward(const AttnParams& p, const Plan& plan, void* workspace, void*
     grid.scale = grid.steps.scale();
   }
   grid.partial = partial_result(p, plan.num_splits, workspace);
-  KeyMaps maps;
+  ForwardMaps maps = {};
   if (!make_key_maps(&maps, p, Tile::kBlockN, plan.block_n)) return cudaErrorInvalidValue;
+  if (kScore == Score::kGeneral) {
+    maps.cap = CapSeries(grid.steps.inside);
+    if (!make_bias_map(&maps.bias, p, plan.group)) return cudaErrorInvalidValue;
+    const bool shared = p.bias.ptr != nullptr && p.bias.batch == 0 && p.bias.row != 0;
+    if (shared && p.seq_q.cu_seqlens == nullptr && plan.num_splits == 1) maps.sharing = p.batch;
+  }
   cudaStream_t on = static_cast<cudaStream_t>(stream);
   const cudaError_t error =
       launch_shared(forward_kernel<Element, Tile, kScore>, grid.tasks, T::kThreads,
-                    T::template smem_bytes<Element>(), on, p, grid, maps);
+                    T::template smem_bytes<Element, kScore>(), on, p, grid, maps);
   if (error != cudaSuccess || plan.num_splits == 1) return error;
   return launch_combine<Element>(p, grid.partial, plan.num_splits, on);
 }
@@ -156,14 +190,18 @@ bool takes_forward(const AttnParams& p) {
         key_box_rows(p, Tile::kBlockN, Tile::kBlockN) < key_box_rows(p, 128, 128);
     if (few || cuts || small_boxes) return false;
   }
-  return p.bias.ptr == nullptr && has_boxes(p);
+  return has_boxes(p);
 }
 
 // Whether sm80 is not faster (H200). It is with small mask blocks, of which tiles have too few
 // keys, and pages, of which they have too many boxes. A block's start and end weigh more here: that
-// counts where blocks follow each other and a row sees few keys on average.
+// counts where blocks follow each other and a row sees few keys on average. A bias that the copy
+// engine cannot bring is read slowly.
 template <class Tile>
 bool pays_forward(const AttnParams& p) {
+  const auto brings = [&](int group) { return bias_sides(p.bias, group).rows > 0; };
+  const bool bias = p.bias.ptr != nullptr;
+  if (bias && !(Tile::kBias && brings(1) && brings(p.group_size()))) return false;
   constexpr int kLeastBox = 4, kFewRows = 32, kMultiprocessors = 132, kLeastPaged = 256;
   const bool paged = p.pages.table != nullptr;
   const int width = tile_within(p.mask.block_k, Tile::kBlockN);
@@ -194,12 +232,12 @@ constexpr KernelRow forward_row(const char* name) {
   row.score = kScore;
   row.block_m = Tile::kBlockM;
   row.block_n = Tile::kBlockN;
-  row.smem_bytes = ForwardSizes<Tile>::template smem_bytes<Element>();
+  row.smem_bytes = ForwardSizes<Tile>::template smem_bytes<Element, kScore>();
   row.shared_bytes = forward_workspace;
   row.cuda = launch_forward<Element, Tile, kScore>;
   row.takes = takes_forward<Tile>;
   row.pays = pays_forward<Tile>;
-  row.wants = "keys whose rows begin at multiples of 16 bytes and do not repeat, and no bias";
+  row.wants = "keys whose rows begin at multiples of 16 bytes and do not repeat";
   return row;
 }
 

@@ -6,8 +6,8 @@
 #include "cuda/ptx/barrier.cuh"
 #include "cuda/ptx/tma.cuh"
 #include "cuda/ptx/wgmma.cuh"
+#include "cuda/sm90/forward_features.cuh"
 #include "cuda/sm90/pipeline.cuh"
-#include "cuda/tile/score.cuh"
 #include "plan/kernel_list.h"
 
 namespace flash_attn::sm90 {
@@ -24,9 +24,10 @@ template <class Element, int kColumns>
 __device__ __forceinline__ bool weigh(Softmax<Element, 1>& softmax,
                                       float (&s)[1][kColumns][4],
                                       float (&factor)[2],
-                                      const ScoreScale& scale) {
+                                      const ScoreScale& scale,
+                                      bool may_rise = true) {
   float most[1][2], one[1][1][4] = {{{1, 1, 1, 1}}};
-  const bool raised = __any_sync(0xffffffffu, softmax.passes(s, most, scale));
+  const bool raised = may_rise && __any_sync(0xffffffffu, softmax.passes(s, most, scale));
   if (raised) {
     softmax.reduce(most, scale);
     softmax.raise(most, one, scale);
@@ -72,6 +73,7 @@ struct Consumer {
   using Scores = float[1][kColumns][4];
   using Weights = uint32_t[Tile::kBlockN / 16][4];
   using Out = float[1][kOutColumns][4];
+  static constexpr Feature kAny = kScore == Score::kPlain ? Feature::kNone : Feature::kSeveral;
 
   const AttnParams& p;
   const ForwardGrid& grid;
@@ -80,6 +82,7 @@ struct Consumer {
   Pipeline<Tile::kStages> pipe;
   uint8_t* barriers;
   uint32_t group;  // of the block's warpgroups
+  std::conditional_t<kScore == Score::kGeneral, Features<Element, Tile>, NoFeatures> features;
   Ring<Tile::kStages> k = {}, v = {};
   Softmax<Element, 1> softmax = {};
   Out out = {};
@@ -190,15 +193,10 @@ struct Consumer {
     return tile.n >= 0;
   }
 
-  // 4. Features and mask.
-  __device__ __forceinline__ void finish_scores(Scores& s, const KvTile& tile) const {
+  // 4. The mask.
+  __device__ __forceinline__ void hide(Scores& s, const KvTile& tile) const {
     const int key = tile.n * grid.block_n;
     const WarpRows warp = state.warp_rows(threadIdx.x / 32 * 16);
-    if constexpr (kScore == Score::kGeneral) {
-      if (grid.steps.any)
-        apply_steps<Element, KeysInOrder>(s, p, grid.steps, warp, state.seq, state.task.batch, key,
-                                          tile.full);
-    }
     if (tile.full) return;
     if (tile.bits < 0 && p.pages.table == nullptr && grid.block_n == Tile::kBlockN) {
       if (!state.sees_all(threadIdx.x / 32, key, Tile::kBlockN)) apply_window(s, warp, key);
@@ -209,14 +207,8 @@ struct Consumer {
     apply_mask(s, p.mask, warp, hidden);
   }
 
-  // 4. Weights as operands; those that dropout drops are 0.
-  __device__ __forceinline__ void to_weights(Scores& s, const KvTile& tile) {
-    if constexpr (kScore == Score::kGeneral) {
-      if (p.dropout.philox != nullptr) {
-        apply_dropout<KeysInOrder>(s, p, state.warp_rows(threadIdx.x / 32 * 16), state.task.batch,
-                                   tile.n * grid.block_n);
-      }
-    }
+  // 4. Weights as operands.
+  __device__ __forceinline__ void to_weights(const Scores& s) {
 #pragma unroll
     for (int step = 0; step < kColumns / 2; ++step)
       to_operand<Element>(weights[step], s[0][2 * step], s[0][2 * step + 1]);
@@ -234,32 +226,52 @@ struct Consumer {
     Scores s;
     float factor[2];
     multiply_qk(s);
+    features.template begin<kAny>(tile.n);
     ptx::wgmma_wait<0>();
     ptx::hold<kColumns * 4>(&s[0][0][0]);
     release_k();
-    finish_scores(s, tile);
+    features.template score<kAny>(s, tile.n, softmax, grid.scale);
+    hide(s, tile);
     weigh(softmax, s, factor, grid.scale);
-    to_weights(s, tile);
+    features.template drop<kAny>(s, tile.n);
+    to_weights(s);
     before = tile.n;
   }
 
-  // 2 to 5 of a later tile.
+  // 2 to 5 of a later tile; of one that hides nothing where the problem has kOnly alone.
+  template <Feature kOnly>
   __device__ __forceinline__ void step(const KvTile& tile) {
     Scores s;
     float factor[2];
     multiply_qk(s);
     wait_v(before);
     multiply_pv();
+    features.template begin<kOnly>(tile.n);
     ptx::wgmma_wait<1>();
     ptx::hold<kColumns * 4>(&s[0][0][0]);
     release_k();
-    finish_scores(s, tile);
-    const bool raised = weigh(softmax, s, factor, grid.scale);
+    const bool may_rise = features.template score<kOnly>(s, tile.n, softmax, grid.scale);
+    if constexpr (kOnly == kAny) hide(s, tile);
+    const bool raised = weigh(softmax, s, factor, grid.scale, may_rise);
+    if constexpr (kScore == Score::kGeneral) ptx::settle(softmax.l[0][0] + softmax.l[0][1]);
+    features.template drop<kOnly>(s, tile.n);
     wait_out();
-    to_weights(s, tile);
+    to_weights(s);
     before = tile.n;
     if (raised) rescale(factor);
     if constexpr (kScore == Score::kPlain) calm.note(raised);
+  }
+
+  // The same by the features' own loop, of a tile that hides nothing, after another such.
+  __device__ __forceinline__ void step_alone(const KvTile& tile) {
+    switch (features.only) {
+      case Feature::kCap: return step<Feature::kCap>(tile);
+      case Feature::kAlibi: return step<Feature::kAlibi>(tile);
+      case Feature::kBias: return step<Feature::kBias>(tile);
+      case Feature::kMask: return step<Feature::kMask>(tile);
+      case Feature::kDropout: return step<Feature::kDropout>(tile);
+      default: return step<kAny>(tile);
+    }
   }
 
   // The same of a tile that hides nothing, after another such, without looking for the maximum.
@@ -285,7 +297,7 @@ struct Consumer {
     } else {
       softmax.l[0][0] += sum[0], softmax.l[0][1] += sum[1];
     }
-    to_weights(s, tile);
+    to_weights(s);
     before = tile.n;
   }
 };
@@ -300,19 +312,23 @@ __device__ __forceinline__ void consume(Consumer<Element, Tile, kScore>& self) {
   while (true) {
     tile = self.wait_k();
     if (tile.n < 0) break;
+    const bool whole = tile.full && full_before;
+    full_before = tile.full;
     if constexpr (kScore == Score::kPlain) {
-      if (tile.full && full_before && self.calm) {
+      if (whole && self.calm) {
         self.step_ahead(tile);
         continue;
       }
-      full_before = tile.full;
+    } else if (whole) {
+      self.step_alone(tile);
+      continue;
     }
     if (!self.sees(tile)) {  // left of a window: nothing more comes for these rows
       self.add_last();
       self.skip(tile);
       return;
     }
-    self.step(tile);
+    self.template step<self.kAny>(tile);
   }
   self.add_last();
 }

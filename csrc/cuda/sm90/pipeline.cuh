@@ -4,8 +4,9 @@
 
 #include "core/tiles.h"
 #include "cuda/ptx/mbarrier.cuh"
+#include "cuda/sm90/forward_features.cuh"
 #include "cuda/sm90/tile_config.h"
-#include "cuda/tile/forward_state.cuh"
+#include "plan/kernel_list.h"
 
 namespace flash_attn::sm90 {
 
@@ -29,8 +30,14 @@ struct ForwardSizes : Tile {
   static constexpr uint32_t pages() {  // KeyBoxes::pages
     return barriers<Element>() + 4 * Tile::kStages * 8 + 16 * Tile::kStages;
   }
+  // Of kGeneral.
   template <class Element>
+  static constexpr uint32_t features() {
+    return round_up<uint32_t>(smem_bytes<Element, Score::kPlain>(), 1024);
+  }
+  template <class Element, Score kScore>
   static constexpr int smem_bytes() {
+    if (kScore == Score::kGeneral) return features<Element>() + kFeatureBytes<Element, Tile>;
     return pages<Element>() + 4 * Tile::kBlockN;
   }
 };

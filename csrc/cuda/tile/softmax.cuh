@@ -95,6 +95,11 @@ struct Softmax {
     return any;
   }
 
+  // Whether it could be so of scores that are at most `bound` in each row.
+  __device__ __forceinline__ bool may_pass(const float (&bound)[2], const ScoreScale& scale) const {
+    return bound[0] > threshold(0, 0, scale) || bound[1] > threshold(0, 1, scale);
+  }
+
   // most of threads -> of whole rows, -inf where none of the row's threads asks for a higher m.
   __device__ __forceinline__ void reduce(float (&most)[kRowBlocks][2],
                                          const ScoreScale& scale) const {
