@@ -73,6 +73,7 @@ struct Consumer {
   using Scores = float[1][kColumns][4];
   using Weights = uint32_t[Tile::kBlockN / 16][4];
   using Out = float[1][kOutColumns][4];
+  static constexpr bool kAhead = Tile::kAhead && kScore == Score::kPlain;
   static constexpr Feature kAny = kScore == Score::kPlain ? Feature::kNone : Feature::kSeveral;
 
   const AttnParams& p;
@@ -238,20 +239,21 @@ struct Consumer {
     before = tile.n;
   }
 
-  // 2 to 5 of a later tile; of one that hides nothing where the problem has kOnly alone.
-  template <Feature kOnly>
+  // 2 to 5 of a later tile; with kWhole of one that hides nothing, after another such, where the
+  // problem has kOnly alone.
+  template <Feature kOnly, bool kWhole>
   __device__ __forceinline__ void step(const KvTile& tile) {
     Scores s;
     float factor[2];
     multiply_qk(s);
-    wait_v(before);
+    kWhole ? wait_v() : wait_v(before);
     multiply_pv();
     features.template begin<kOnly>(tile.n);
     ptx::wgmma_wait<1>();
     ptx::hold<kColumns * 4>(&s[0][0][0]);
     release_k();
     const bool may_rise = features.template score<kOnly>(s, tile.n, softmax, grid.scale);
-    if constexpr (kOnly == kAny) hide(s, tile);
+    if constexpr (!kWhole) hide(s, tile);
     const bool raised = weigh(softmax, s, factor, grid.scale, may_rise);
     if constexpr (kScore == Score::kGeneral) ptx::settle(softmax.l[0][0] + softmax.l[0][1]);
     features.template drop<kOnly>(s, tile.n);
@@ -259,23 +261,27 @@ struct Consumer {
     to_weights(s);
     before = tile.n;
     if (raised) rescale(factor);
-    if constexpr (kScore == Score::kPlain) calm.note(raised);
+    if constexpr (kAhead) calm.note(raised);
   }
 
-  // The same by the features' own loop, of a tile that hides nothing, after another such.
+  // The same of a tile that hides nothing, after another such; by the features' own loop.
   __device__ __forceinline__ void step_alone(const KvTile& tile) {
-    switch (features.only) {
-      case Feature::kCap: return step<Feature::kCap>(tile);
-      case Feature::kAlibi: return step<Feature::kAlibi>(tile);
-      case Feature::kBias: return step<Feature::kBias>(tile);
-      case Feature::kMask: return step<Feature::kMask>(tile);
-      case Feature::kDropout: return step<Feature::kDropout>(tile);
-      default: return step<kAny>(tile);
+    if constexpr (kScore == Score::kPlain) {
+      step<kAny, true>(tile);
+    } else {
+      switch (features.only) {
+        case Feature::kCap: return step<Feature::kCap, true>(tile);
+        case Feature::kAlibi: return step<Feature::kAlibi, true>(tile);
+        case Feature::kBias: return step<Feature::kBias, true>(tile);
+        case Feature::kMask: return step<Feature::kMask, true>(tile);
+        case Feature::kDropout: return step<Feature::kDropout, true>(tile);
+        default: return step<kAny, false>(tile);
+      }
     }
   }
 
-  // The same of a tile that hides nothing, after another such, without looking for the maximum.
-  // Where a row asks for it after all, S is made once more.
+  // The same without looking for the maximum. Where a row asks for it after all, S is made once
+  // more.
   __device__ __forceinline__ void step_ahead(const KvTile& tile) {
     Scores s;
     float factor[2], sum[2];
@@ -305,6 +311,7 @@ struct Consumer {
 // What a warpgroup does.
 template <class Element, class Tile, Score kScore>
 __device__ __forceinline__ void consume(Consumer<Element, Tile, kScore>& self) {
+  using C = Consumer<Element, Tile, kScore>;
   KvTile tile = self.wait_k();
   if (!self.skip(tile)) return;
   self.begin(tile);
@@ -314,7 +321,7 @@ __device__ __forceinline__ void consume(Consumer<Element, Tile, kScore>& self) {
     if (tile.n < 0) break;
     const bool whole = tile.full && full_before;
     full_before = tile.full;
-    if constexpr (kScore == Score::kPlain) {
+    if constexpr (C::kAhead) {
       if (whole && self.calm) {
         self.step_ahead(tile);
         continue;
@@ -328,7 +335,7 @@ __device__ __forceinline__ void consume(Consumer<Element, Tile, kScore>& self) {
       self.skip(tile);
       return;
     }
-    self.template step<self.kAny>(tile);
+    self.template step<C::kAny, false>(tile);
   }
   self.add_last();
 }
