@@ -107,8 +107,9 @@ def explain(
         size = q.shape[0] * q.shape[2] * q.shape[1] * k.shape[1]
         answer.notes.append(f"memory quadratic in the lengths: {size} scores, several times over")
         return answer
-    absent = _ops.missing_kernels(q.device.type.upper())
-    if "forward" in absent:
+    if q.device.type == "meta":
+        answer.notes.append("meta tensors hold no values: the call gives their shapes, no kernel")
+    elif "forward" in _ops.missing_kernels(q.device.type.upper()):
         answer.notes.append(_ops.no_kernel("forward", q.device.type))
     if _ops._host is None:
         answer.notes.append(f"no plan: {host_missing()}")
