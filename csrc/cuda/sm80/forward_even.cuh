@@ -247,9 +247,11 @@ __device__ __forceinline__ void store_even(const AttnParams& p,
     RowEnd end[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      end[h] = finish_row(p, task.head, true, softmax.m[b][h] * grid.scale.unit, softmax.l[b][h]);
+      end[h] =
+          finish_row<Element>(p, grid.scale, task.head, true, softmax.m[b][h], softmax.l[b][h]);
       const int at = 16 * b + fragment_row(2 * h);
-      if (threadIdx.x % 4 == 0 && column0 == 0 && at < rows) lse[at] = lse_of(end[h].m, end[h].l);
+      if (threadIdx.x % 4 == 0 && column0 == 0 && at < rows)
+        lse[at] = lse_of(end[h].m, end[h].l, end[h].rest);
     }
     const float low = end[0].factor, high = end[1].factor;
 #pragma unroll

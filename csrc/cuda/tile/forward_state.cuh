@@ -89,7 +89,7 @@ __device__ __forceinline__ void store_result(const AttnParams& p,
       const RowPlace row = warp(b, h);
       const bool live = warp.first + 16 * b + fragment_row(2 * h) < task.end;
       const RowEnd end =
-          finish_row(p, row.head, task.split == 0, m[b][h] * grid.scale.unit, l[b][h]);
+          finish_row<Element>(p, grid.scale, row.head, task.split == 0, m[b][h], l[b][h]);
       const int64_t at = state.seq.lse_offset(p, row.head, row.position);
       const bool first = live && threadIdx.x % 4 == 0 && column0 == 0;
       if (grid.partial.out != nullptr) {
@@ -99,7 +99,7 @@ __device__ __forceinline__ void store_result(const AttnParams& p,
         if (first) grid.partial.sums[slot] = make_float2(end.m, end.l);
       } else {
         stage_row<Element, Tile::kBlockM>(out[b], h, end.factor, staging, warp_row + 16 * b);
-        if (first) static_cast<float*>(p.lse)[at] = lse_of(end.m, end.l);
+        if (first) static_cast<float*>(p.lse)[at] = lse_of(end.m, end.l, end.rest);
       }
     }
   }

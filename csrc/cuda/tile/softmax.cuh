@@ -200,6 +200,15 @@ struct Softmax {
     return right;
   }
 
+  // What belongs to lse = m * unit + log(l) beside the two, for this m: the rounding of m * unit,
+  // and that of base, which is in l. Natural units.
+  __device__ __forceinline__ static float lse_rest(float m, const ScoreScale& scale) {
+    const float base = near_base(m, scale.c), rounded = m * scale.unit;
+    if (!(fabsf(rounded) < INFINITY)) return 0;
+    const float in_l = base != 0 ? fmaf(m, scale.c, -base) : 0.0f;
+    return fmaf(m, scale.unit, -rounded) - in_l * 0.6931471805599453f;
+  }
+
  private:
   // No key seen so far: every weight is 2^(-inf) = 0.
   __device__ __forceinline__ static float base_of(float m, float c) {

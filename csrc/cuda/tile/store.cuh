@@ -45,18 +45,22 @@ inline PartialResult partial_result(const AttnParams& p, int num_splits, void* w
 
 struct RowEnd {
   float m, l;
+  float rest;    // Softmax::lse_rest
   float factor;  // of the accumulators
 };
 
-__device__ __forceinline__ float lse_of(float m, float l) {
-  return l == 0 ? -INFINITY : m + ptx::log2_approx(l) * 0.6931471805599453f;
+__device__ __forceinline__ float lse_of(float m, float l, float rest = 0) {
+  return l == 0 ? -INFINITY : m + fmaf(ptx::log2_approx(l), 0.6931471805599453f, rest);
 }
 
-// A row with maximum m (natural units) and sum l of the weights exp(s - m). The sink is one more
-// logit without a value; it belongs to one split.
-__device__ __forceinline__ RowEnd
-finish_row(const AttnParams& p, int head, bool with_sink, float m, float l) {
+// A row whose softmax has m and l, in natural units. The sink is one more logit without a value; it
+// belongs to one split.
+template <class Element>
+__device__ __forceinline__ RowEnd finish_row(
+    const AttnParams& p, const ScoreScale& scale, int head, bool with_sink, float m, float l) {
   float factor = static_cast<float>(p.dropout.scale);
+  float rest = Softmax<Element, 1>::lse_rest(m, scale);
+  m *= scale.unit;
   if (p.sinks.ptr != nullptr && with_sink) {
     const float sink = static_cast<const float*>(p.sinks.ptr)[head];
     const float most = fmaxf(m, sink);
@@ -64,10 +68,11 @@ finish_row(const AttnParams& p, int head, bool with_sink, float m, float l) {
       const float old = ptx::exp2_approx((m - most) * kLog2e);
       l = l * old + ptx::exp2_approx((sink - most) * kLog2e);
       factor *= old;
+      if (m < most) rest = 0;
       m = most;
     }
   }
-  return {m, l, l == 0 ? 0.0f : factor * ptx::reciprocal_approx(l)};
+  return {m, l, rest, l == 0 ? 0.0f : factor * ptx::reciprocal_approx(l)};
 }
 
 // This thread's columns below `dim` of row h of a 16-row block -> a partial row.
