@@ -96,7 +96,8 @@ __device__ __forceinline__ void store_result(const AttnParams& p,
         const int64_t slot = task.split * grid.partial.rows + at;
         float* to = grid.partial.out + slot * partial_columns(p) + column0;
         store_partial(out[b], h, end.factor, to, live ? dim : 0);
-        if (first) grid.partial.sums[slot] = make_float2(end.m, end.l);
+        // exp(rest), so that the combined lse has it: rest is near 0.
+        if (first) grid.partial.sums[slot] = make_float2(end.m, fmaf(end.l, end.rest, end.l));
       } else {
         stage_row<Element, Tile::kBlockM>(out[b], h, end.factor, staging, warp_row + 16 * b);
         if (first) static_cast<float*>(p.lse)[at] = lse_of(end.m, end.l, end.rest);
