@@ -200,12 +200,13 @@ struct Softmax {
     return right;
   }
 
-  // What belongs to lse = m * unit + log(l) beside the two, for this m: the rounding of m * unit,
-  // and that of base, which is in l. Natural units.
+  // What belongs to lse = m * unit + log(l) beside the two: the rounding of m * unit, and that of
+  // base, which is in l. Natural units, less than 2^-10; 0 where weights are taken from
+  // differences.
   __device__ __forceinline__ static float lse_rest(float m, const ScoreScale& scale) {
-    const float base = near_base(m, scale.c), rounded = m * scale.unit;
-    if (!(fabsf(rounded) < INFINITY)) return 0;
-    const float in_l = base != 0 ? fmaf(m, scale.c, -base) : 0.0f;
+    const float base = __fmul_rn(m, scale.c), rounded = __fmul_rn(m, scale.unit);
+    if (!(fabsf(base) <= kHuge)) return 0;
+    const float in_l = kExact ? 0.0f : fmaf(m, scale.c, -base);
     return fmaf(m, scale.unit, -rounded) - in_l * 0.6931471805599453f;
   }
 
