@@ -54,8 +54,21 @@ FA_HD int finish_lines(int columns) {
   return max_of(1, kFinishThreads * kFinishLoads / 2 / columns) * kAccumulatorLines;
 }
 
-// A thread takes four floats of a line at a time, and gives away what makes its neighbours' four
-// columns.
+// Of the 16 columns that four threads share, four floats in each as in dq's fragment: this thread's
+// four columns, times scale. What makes its neighbours' columns it gives away. All lanes.
+template <class Element>
+__device__ __forceinline__ uint2 four_columns(const float4& x, float scale) {
+  const int lane = threadIdx.x % 32, t = lane % 4, from = lane - t + t % 2 * 2;
+  const uint32_t low = pack_pair(Element(), x.x * scale, x.y * scale);
+  const uint32_t high = pack_pair(Element(), x.z * scale, x.w * scale);
+  const uint32_t low0 = __shfl_sync(0xffffffffu, low, from);
+  const uint32_t low1 = __shfl_sync(0xffffffffu, low, from + 1);
+  const uint32_t high0 = __shfl_sync(0xffffffffu, high, from);
+  const uint32_t high1 = __shfl_sync(0xffffffffu, high, from + 1);
+  return t < 2 ? uint2{low0, low1} : uint2{high0, high1};
+}
+
+// A thread takes four floats of a line at a time.
 template <class Element>
 __global__ void __launch_bounds__(kFinishThreads) backward_finish_kernel(
     const __grid_constant__ FinishTarget target, const float* accum, int columns, int splits) {
@@ -65,7 +78,7 @@ __global__ void __launch_bounds__(kFinishThreads) backward_finish_kernel(
   const int64_t first_plane = quotient(first_line, static_cast<int>(target.rows));
   const int64_t first_row = first_line - first_plane * target.rows;
   accum += first_line * columns;
-  const int lane = threadIdx.x % 32, t = lane % 4, from = lane - t + t % 2 * 2;
+  const int t = threadIdx.x % 4;
   const bool whole = copies_whole_chunks<Element>(target.to);
   for (int begin = threadIdx.x * 4; begin < floats; begin += kFinishLoads * kFinishThreads * 4) {
     float4 x[kFinishLoads] = {};
@@ -81,14 +94,7 @@ __global__ void __launch_bounds__(kFinishThreads) backward_finish_kernel(
     }
 #pragma unroll
     for (int k = 0; k < kFinishLoads; ++k) {
-      const uint32_t low = pack_pair(Element(), x[k].x * target.scale, x[k].y * target.scale);
-      const uint32_t high = pack_pair(Element(), x[k].z * target.scale, x[k].w * target.scale);
-      const uint32_t low0 = __shfl_sync(0xffffffffu, low, from);
-      const uint32_t low1 = __shfl_sync(0xffffffffu, low, from + 1);
-      const uint32_t high0 = __shfl_sync(0xffffffffu, high, from);
-      const uint32_t high1 = __shfl_sync(0xffffffffu, high, from + 1);
-      const uint2 pairs = t < 2 ? uint2{low0, low1} : uint2{high0, high1};
-
+      const uint2 pairs = four_columns<Element>(x[k], target.scale);
       const int at = begin + k * kFinishThreads * 4;
       const int chunk = at / (kAccumulatorLines * 16), across = columns / 16;
       const int group = chunk / across, column = (chunk - group * across) * 16 + t * 4;

@@ -44,12 +44,11 @@ inline int ring_places(const AttnParams& p, int block_n, int columns) {
 }
 
 // By kWarps warps of a block: the `lines` lines of kColumns floats at `accum`, times scale, to the
-// rows that row(line) points at, aligned to 8 bytes; zeros stay behind. As in
-// backward_finish_kernel a thread gives away what makes its neighbours' four columns.
+// rows that row(line) points at, aligned to 8 bytes; zeros stay behind.
 template <class Element, int kColumns, int kWarps, class Row>
 __device__ __forceinline__ void ring_to_rows(float* accum, int lines, float scale, const Row& row) {
   constexpr int kGroups = 4, kChunks = 4;  // of eight lines and of 16 columns, loaded at once
-  const int lane = threadIdx.x % 32, t = lane % 4, from = lane - t + t % 2 * 2;
+  const int lane = threadIdx.x % 32, t = lane % 4;
   const int groups = ceil_div(lines, kAccumulatorLines);
 #pragma unroll 1
   for (int first = threadIdx.x / 32; first < groups; first += kWarps * kGroups) {
@@ -80,16 +79,8 @@ __device__ __forceinline__ void ring_to_rows(float* accum, int lines, float scal
       for (int g = 0; g < kGroups; ++g) {
 #pragma unroll
         for (int c = 0; c < kChunks; ++c) {
-          const float4& four = x[g][c];
-          const uint32_t low = pack_pair(Element(), four.x * scale, four.y * scale);
-          const uint32_t high = pack_pair(Element(), four.z * scale, four.w * scale);
-          const uint32_t low0 = __shfl_sync(0xffffffffu, low, from);
-          const uint32_t low1 = __shfl_sync(0xffffffffu, low, from + 1);
-          const uint32_t high0 = __shfl_sync(0xffffffffu, high, from);
-          const uint32_t high1 = __shfl_sync(0xffffffffu, high, from + 1);
-          if (to[g] != nullptr)
-            *reinterpret_cast<uint2*>(to[g] + column + c * 16) =
-                t < 2 ? uint2{low0, low1} : uint2{high0, high1};
+          const uint2 pairs = four_columns<Element>(x[g][c], scale);
+          if (to[g] != nullptr) *reinterpret_cast<uint2*>(to[g] + column + c * 16) = pairs;
         }
       }
     }
