@@ -181,6 +181,11 @@ def _head_dim_error(q, k, v, layout: Layout) -> NoReturn:
 # ---- numbers
 
 
+def whole(value) -> bool:
+    """Whether it is an int of Python's or numpy's, or one that a graph holds."""
+    return isinstance(value, torch.SymInt) or is_int(value)
+
+
 def real(name: str, value, allowed: str) -> float:
     """A finite number of Python's or numpy's; a 0-d CPU tensor is accepted."""
     if isinstance(value, Tensor) and value.dim() == 0 and value.device.type == "cpu":
@@ -267,7 +272,7 @@ def window(value) -> tuple[int, int]:
     if len(pair) != 2:
         shape_error(f"window_size must hold two ints (left, right), got {len(pair)} values")
     for side in pair:
-        if not isinstance(side, torch.SymInt) and not is_int(side):
+        if not whole(side):
             raise TypeError(
                 f"flash_attn: window_size must hold ints, -1 for unlimited, got "
                 f"{type(side).__name__}"

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from . import _checks, _contents, _ops, reference, reference_cache
-from ._block_arguments import is_int
 from ._checks import shape, shape_error
 
 
@@ -253,7 +252,7 @@ def _lengths(cache_seqlens, q: Tensor, batch: int, new: int, capacity: int) -> T
         return _checks.per_batch("cache_seqlens", cache_seqlens, q, batch)
     if isinstance(cache_seqlens, Tensor):
         return _checks.per_batch("cache_seqlens", cache_seqlens.expand(batch), q, batch)
-    if not isinstance(cache_seqlens, torch.SymInt) and not is_int(cache_seqlens):
+    if not _checks.whole(cache_seqlens):
         raise TypeError(
             "flash_attn: cache_seqlens must be an int or an int32 or int64 tensor, got "
             f"{type(cache_seqlens).__name__}"

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from ... import _checks, _ops
-from ..._block_arguments import is_int
 
 
 def apply_rotary(
@@ -100,7 +99,7 @@ def _rows(x, seqlen_offsets, cu_seqlens, positions: int) -> tuple[Tensor, Tensor
 
 
 def _host_offset(value) -> None:
-    if not isinstance(value, torch.SymInt) and not is_int(value):
+    if not _checks.whole(value):
         raise TypeError(
             "flash_attn: seqlen_offsets must be an int or an int32 or int64 tensor, got "
             f"{type(value).__name__}"
