@@ -63,7 +63,7 @@ struct BackwardQueries : BackwardStore<Element, Tile> {
         if (pass > 0) last.add(k, T::kBlockN / 16);
       });
       now.to = grid.dq_accum + lane % 4 * 4 +
-               accumulator_offset(step.line + state.dq_line + row, column * 16, T::kHeadDim);
+               accumulator_offset(step.dq_line + row, column * 16, T::kHeadDim);
       last = now;
     }
     if (!T::kDqOverScores) last.add(0, 1);
@@ -99,7 +99,7 @@ struct BackwardQueries : BackwardStore<Element, Tile> {
     }
     const int live = step.end - step.begin - row;
     float* to = grid.dq_accum + lane % 4 * 4 +
-                accumulator_offset(step.line + state.dq_line + row, column * 16, grid.dq_columns);
+                accumulator_offset(step.dq_line + row, column * 16, grid.dq_columns);
     if (step.end - step.begin == T::kBlockM && grid.dq_columns == T::kHeadDim) {
       add_queries(to, dq, [](int, int) { return true; });
     } else {

@@ -60,14 +60,15 @@ struct BackwardGrid {
 };
 
 // A tile of the walk: queries [begin, end) of a query head; no more tiles when head is -1. Offsets
-// of its first row: elements of q and dout, and rows of lse.
+// of its first row: elements of q and dout, rows of lse, and lines of dq_accum (read here with the
+// rest of the step: a sum made in the loop costs head_dim 128 8 % there).
 struct __align__(16) QueryStep {
   int head, begin, end;
   int bits;  // bit tile, or kNoBits or kFull
   // Of the block's keys, those in the parts [parts_begin, parts_end) of a warp each may be seen;
   // the others are not touched.
   int parts_begin, parts_end;
-  int64_t q, dout, line;
+  int64_t q, dout, line, dq_line;
 
   static constexpr int kNoBits = -1, kFull = -2;
 };
@@ -196,7 +197,8 @@ struct BackwardState {
           last_key / Tile::kWarpKeys + 1,
           q + begin * p.q.row,
           dout + begin * p.grad.dout.row,
-          line + begin};
+          line + begin,
+          line + begin + dq_line};
   }
 };
 

@@ -57,7 +57,7 @@ struct BackwardTile : Numbers {
   static constexpr int kTilesOfP = !kShareProbabilities ? 0 : kScore == Score::kGeneral ? 2 : 1;
   static constexpr int kStats = kP + kTilesOfP * kPanelBytes;
   static constexpr int kState = kStats + N::kStages * 2 * kStatBytes;
-  static constexpr int kStateBytes = 480;  // BackwardState
+  static constexpr int kStateBytes = 544;  // BackwardState
   static constexpr int kSmemBytes = kState + kStateBytes;
 
   static_assert(N::kBlockM <= 64 && N::kBlockN % N::kWarpKeys == 0 && kThreads >= 2 * N::kBlockM);
