@@ -77,7 +77,7 @@ def planned(row, arch, smem, dim_loss=0):
     problem = {name: row[name] for name in ("pass", "dtype", "head_dim", "head_dim_v")}
     problem |= {name: problem[name] - dim_loss for name in ("head_dim", "head_dim_v")}
     problem |= {"device": "cuda", "arch": arch, "sm_count": 132, "smem_per_block": smem << 10}
-    problem |= {"seqlen_q": 512, "seqlen_k": 512, "backend": row.get("family", "")}
+    problem |= {"seqlen_q": 1024, "seqlen_k": 1024, "backend": row.get("family", "")}
     if row.get("name", "").count("_blocks"):
         problem |= {"block_q": 128, "block_k": 128}
     if row["score"] == "general":

@@ -110,18 +110,21 @@ def test_plan_of_hopper(dtype):
         assert gpu(90, **sizes, **feature)["backend"] == "sm90"
     assert gpu(90, **sizes, block_q=128, block_k=128)["backend"] == "sm90"
     assert gpu(90, **sizes, heads_q=8, heads_k=2)["backend"] == "sm90"
-    assert gpu(90, **sizes)["block_m"] == 192  # no mask block of 128 rows, nor so few rows
-    for other in ({"block_q": 128, "block_k": 128}, {"seqlen_q": 128}):
+    # 192 rows where there is no mask block of 128, and neither few rows nor few keys.
+    assert gpu(90, **sizes | {"seqlen_k": 1024})["block_m"] == 192
+    for other in ({"block_q": 128, "block_k": 128}, {"seqlen_q": 128, "seqlen_k": 1024}, {}):
         assert gpu(90, **(sizes | other))["kernel"].endswith("_d128_blocks")
-    few = sizes | {"window_right": 0}  # 256 keys a row
+    few = sizes | {"window_right": 0, "seqlen_q": 256, "seqlen_k": 256}  # 128 keys a row
     assert gpu(90, **few)["backend"] == "sm80"
     assert any("so few keys" in text for text in gpu(90, **few)["reasons"])
     assert gpu(90, **few, any_speed=True)["backend"] == "sm90"
     assert gpu(90, **few | {"seqlen_q": 1024, "seqlen_k": 1024})["backend"] == "sm90"
-    assert gpu(90, **sizes | {"head_dim": 64})["backend"] == "sm80"
-    assert gpu(90, **sizes | {"head_dim": 64, "seqlen_k": 1024})["backend"] == "sm90"
+    assert gpu(90, **sizes | {"head_dim": 64, "seqlen_k": 200})["backend"] == "sm80"
+    assert gpu(90, **sizes | {"head_dim": 64})["block_m"] == 192
+    assert gpu(90, **sizes | {"head_dim": 64, "window_right": 0})["block_m"] == 128
     for dims, tile in (((192, 128), 192), ((96, 128), 128), ((128, 64), 128), ((192, 192), 256)):
-        made = gpu(90, **sizes | dict(zip(("head_dim", "head_dim_v"), dims, strict=True)))
+        dims = dict(zip(("head_dim", "head_dim_v"), dims, strict=True))
+        made = gpu(90, **sizes | dims | {"seqlen_k": 1024})
         assert made["kernel"].endswith(f"_d{tile}") and made["backend"] == "sm90"
     decode = sizes | {"seqlen_q": 1, "seqlen_k": 4096, "heads_q": 32, "heads_k": 8}
     for fast in (

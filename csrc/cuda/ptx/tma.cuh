@@ -38,6 +38,23 @@ __device__ __forceinline__ void load_box(uint32_t to,
       : "memory");
 }
 
+// The same with five coordinates: (column, head, row, key head, batch), queries
+// (sm90/tensor_map.h).
+__device__ __forceinline__ void load_box(uint32_t to,
+                                         const CUtensorMap* map,
+                                         int column,
+                                         int head,
+                                         int row,
+                                         int key_head,
+                                         int batch,
+                                         uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3, %4, %5, %6}], [%7];" ::"r"(to),
+      "l"(map), "r"(column), "r"(head), "r"(row), "r"(key_head), "r"(batch), "r"(barrier)
+      : "memory");
+}
+
 // prefetch.tensormap
 __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");

@@ -20,6 +20,7 @@
 #include "cuda/launch.h"
 #include "cuda/sm90/forward_consumer.cuh"
 #include "cuda/sm90/key_boxes.cuh"
+#include "cuda/sm90/persistent.cuh"
 #include "cuda/support/combine.cuh"
 #include "plan/plan.h"
 
@@ -148,9 +149,18 @@ __global__ void __launch_bounds__(ForwardSizes<Tile>::kThreads, 1)
 #endif
 }
 
-// Bytes of partial results.
+// Keys that a row sees on average.
+inline int mean_keys(const AttnParams& p) {
+  int keys = p.seqlen_k;
+  const int left = p.mask.window_left, right = p.mask.window_right;
+  if (left < 0 && right >= 0) keys -= min_of(p.seqlen_q, p.seqlen_k) / 2;
+  if (left >= 0 && left < keys) keys = min_of(keys, left + 1 + max_of(right, 0));
+  return keys;
+}
+
+// Bytes of partial results, or of what blocks that stay count in.
 inline int64_t forward_workspace(const AttnParams& p, int, int num_splits) {
-  return partial_bytes(p, num_splits);
+  return num_splits > 1 ? partial_bytes(p, num_splits) : persistent_workspace(p);
 }
 
 template <class Element, class Tile, Score kScore>
@@ -172,6 +182,10 @@ int launch_forward(const AttnParams& p, const Plan& plan, void* workspace, void*
     if (shared && p.seq_q.cu_seqlens == nullptr && plan.num_splits == 1) maps.sharing = p.batch;
   }
   cudaStream_t on = static_cast<cudaStream_t>(stream);
+  if constexpr (kScore == Score::kPlain && Tile::kMostKeys >= 0) {
+    const int blocks = maps.whole ? persistent_blocks<Element, Tile>(p, grid, mean_keys(p)) : 0;
+    if (blocks > 0) return launch_persistent<Element, Tile>(p, grid, maps, blocks, workspace, on);
+  }
   const cudaError_t error =
       launch_shared(forward_kernel<Element, Tile, kScore>, grid.tasks, T::kThreads,
                     T::template smem_bytes<Element, kScore>(), on, p, grid, maps);
@@ -182,13 +196,15 @@ int launch_forward(const AttnParams& p, const Plan& plan, void* workspace, void*
 template <class Tile>
 bool takes_forward(const AttnParams& p) {
   if (max_of(p.head_dim, p.head_dim_v) <= Tile::kSmallerDim) return false;
-  if (!Tile::kAnyBlocks) {
+  if constexpr (!Tile::kAnyBlocks) {
     const bool few = int64_t{p.seqlen_q} * p.group_size() <= 128;
     const bool cuts = p.mask.block_q % Tile::kBlockM != 0 || p.mask.block_k % Tile::kBlockN != 0;
     const bool small_boxes =
         p.pages.table != nullptr &&
         key_box_rows(p, Tile::kBlockN, Tile::kBlockN) < key_box_rows(p, 128, 128);
-    if (few || cuts || small_boxes) return false;
+    const bool window = p.mask.window_left >= 0 || p.mask.window_right >= 0;
+    const bool shorter = mean_keys(p) < (window ? Tile::kShortWindow : Tile::kShort);
+    if (few || cuts || small_boxes || shorter) return false;
   }
   return has_boxes(p);
 }
@@ -211,11 +227,7 @@ bool pays_forward(const AttnParams& p) {
   if (decodes && int64_t{p.batch} * p.heads_k <= kMultiprocessors) return true;
   if (paged) return !decodes || p.seqlen_k >= kLeastPaged;
   if (decodes && p.group_size() == 1) return false;
-  int keys = p.seqlen_k;
-  const int left = p.mask.window_left, right = p.mask.window_right;
-  if (left < 0 && right >= 0) keys -= min_of(p.seqlen_q, p.seqlen_k) / 2;
-  if (left >= 0 && left < keys) keys = min_of(keys, left + 1 + max_of(right, 0));
-  return keys >= Tile::kLeastKeys;
+  return mean_keys(p) >= Tile::kLeastKeys;
 }
 
 template <class Element, class Tile, Score kScore>

@@ -3,67 +3,13 @@
 // brings.
 #pragma once
 
-#include "cuda/ptx/barrier.cuh"
 #include "cuda/ptx/tma.cuh"
-#include "cuda/ptx/wgmma.cuh"
 #include "cuda/sm90/forward_features.cuh"
 #include "cuda/sm90/pipeline.cuh"
+#include "cuda/sm90/products.cuh"
 #include "plan/kernel_list.h"
 
 namespace flash_attn::sm90 {
-
-// The same number, which all lanes have, for the registers that the lanes share: operands of wgmma
-// are made there.
-__device__ __forceinline__ uint32_t uniform(uint32_t x) {
-  return __shfl_sync(0xffffffffu, x, 0);
-}
-
-// 4. Scores -> weights. Whether m rose, and by what out is then to be multiplied. l grows by the
-// sum of the tile, as where weights are made ahead.
-template <class Element, int kColumns>
-__device__ __forceinline__ bool weigh(Softmax<Element, 1>& softmax,
-                                      float (&s)[1][kColumns][4],
-                                      float (&factor)[2],
-                                      const ScoreScale& scale,
-                                      bool may_rise = true) {
-  float most[1][2], one[1][1][4] = {{{1, 1, 1, 1}}};
-  const bool raised = may_rise && __any_sync(0xffffffffu, softmax.passes(s, most, scale));
-  if (raised) {
-    softmax.reduce(most, scale);
-    softmax.raise(most, one, scale);
-  }
-  factor[0] = one[0][0][0], factor[1] = one[0][0][2];
-  softmax.prepare(s, scale);
-  const float before[2] = {softmax.l[0][0], softmax.l[0][1]};
-  softmax.l[0][0] = softmax.l[0][1] = 0;
-  softmax.weigh(s, scale);
-  softmax.l[0][0] += before[0], softmax.l[0][1] += before[1];
-  return raised;
-}
-
-// Whether a thread of the warpgroup says so.
-__device__ __forceinline__ bool some_of_group(bool x) {
-  // The compiler knows of a vote that all lanes have its result.
-  return __any_sync(0xffffffffu, ptx::barrier_any(2 + threadIdx.x / 128, 128, x));
-}
-
-// Whether m rises so rarely that weights are made ahead of the maximum: after some tiles in which
-// it rose in no row of the warpgroup.
-class Calm {
- public:
-  __device__ __forceinline__ explicit operator bool() const { return calm_; }
-  // After a tile, whether m rose in the warp.
-  __device__ __forceinline__ void note(bool raised) {
-    raised_ |= raised;
-    if (--tiles_ == 0) begin(!some_of_group(raised_));
-  }
-  // `calm`: until a row asks for a higher m. Else the same is asked again after a while.
-  __device__ __forceinline__ void begin(bool calm) { calm_ = calm, raised_ = false, tiles_ = 8; }
-
- private:
-  bool calm_ = false, raised_ = false;
-  int tiles_ = 2;  // until the warps ask each other
-};
 
 // A warpgroup: what it reads, its place in the rings, and its rows.
 template <class Element, class Tile, Score kScore>
@@ -134,39 +80,13 @@ struct Consumer {
 
   // 2. Asynchronous.
   __device__ __forceinline__ void multiply_qk(Scores& s) const {
-    const uint64_t q = ptx::wgmma_operand(smem + group * 64 * 128);
-    const uint64_t keys = ptx::wgmma_operand(smem + T::kK + uniform(k.stage) * T::kKBytes);
-    ptx::hold<kColumns * 4>(&s[0][0][0]);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < Tile::kHeadDim / 16; ++step) {
-      const int inside = step % 4 * 32, panel = step / 4 * 128;
-      ptx::wgmma<Tile::kBlockN, 0>(
-          Element(), &s[0][0][0], ptx::wgmma_operand_at(q, inside + panel * Tile::kBlockM),
-          ptx::wgmma_operand_at(keys, inside + panel * Tile::kBlockN), step > 0);
-    }
-    ptx::wgmma_commit();
+    multiply_queries<Element, Tile>(s, smem + group * 64 * 128,
+                                    smem + T::kK + uniform(k.stage) * T::kKBytes);
   }
 
   // 3. Asynchronous.
   __device__ __forceinline__ void multiply_pv() {
-    constexpr int kEach = Tile::kHeadDimV < 128 ? Tile::kHeadDimV : 128;
-    const uint64_t values =
-        ptx::wgmma_operand(smem + T::kV + uniform(v.stage) * T::kVBytes, Tile::kBlockN * 128);
-    ptx::hold<kOutColumns * 4>(&out[0][0][0]);
-    ptx::hold<Tile::kBlockN / 4>(&weights[0][0]);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < Tile::kBlockN / 16; ++step) {
-#pragma unroll
-      for (int part = 0; part < Tile::kHeadDimV / kEach; ++part) {
-        ptx::wgmma<kEach, 1>(
-            Element(), &out[0][part * kEach / 8][0], weights[step],
-            ptx::wgmma_operand_at(values, step * 2048 + part * (kEach / 64) * Tile::kBlockN * 128),
-            true);
-      }
-    }
-    ptx::wgmma_commit();
+    multiply_weights<Element, Tile>(out, weights, smem + T::kV + uniform(v.stage) * T::kVBytes);
   }
 
   __device__ __forceinline__ void wait_out() {
@@ -208,20 +128,6 @@ struct Consumer {
     apply_mask(s, p.mask, warp, hidden);
   }
 
-  // 4. Weights as operands.
-  __device__ __forceinline__ void to_weights(const Scores& s) {
-#pragma unroll
-    for (int step = 0; step < kColumns / 2; ++step)
-      to_operand<Element>(weights[step], s[0][2 * step], s[0][2 * step + 1]);
-  }
-  __device__ __forceinline__ void rescale(const float (&factor)[2]) {
-#pragma unroll
-    for (int n = 0; n < kOutColumns; ++n) {
-      out[0][n][0] *= factor[0], out[0][n][1] *= factor[0];
-      out[0][n][2] *= factor[1], out[0][n][3] *= factor[1];
-    }
-  }
-
   // 2 and 4 of the first tile.
   __device__ __forceinline__ void begin(const KvTile& tile) {
     Scores s;
@@ -235,7 +141,7 @@ struct Consumer {
     hide(s, tile);
     weigh(softmax, s, factor, grid.scale);
     features.template drop<kAny>(s, tile.n);
-    to_weights(s);
+    to_operands<Element>(weights, s);
     before = tile.n;
   }
 
@@ -258,9 +164,9 @@ struct Consumer {
     if constexpr (kScore == Score::kGeneral) ptx::settle(softmax.l[0][0] + softmax.l[0][1]);
     features.template drop<kOnly>(s, tile.n);
     wait_out();
-    to_weights(s);
+    to_operands<Element>(weights, s);
     before = tile.n;
-    if (raised) rescale(factor);
+    if (raised) rescale(out, factor);
     if constexpr (kAhead) calm.note(raised);
   }
 
@@ -299,11 +205,11 @@ struct Consumer {
       ptx::wgmma_wait<0>();
       ptx::hold<kColumns * 4>(&s[0][0][0]);
       release_k();
-      if (weigh(softmax, s, factor, grid.scale)) rescale(factor);
+      if (weigh(softmax, s, factor, grid.scale)) rescale(out, factor);
     } else {
       softmax.l[0][0] += sum[0], softmax.l[0][1] += sum[1];
     }
-    to_weights(s);
+    to_operands<Element>(weights, s);
     before = tile.n;
   }
 };

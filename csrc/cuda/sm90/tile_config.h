@@ -10,19 +10,25 @@ namespace flash_attn::sm90 {
 // ask for more boxes than 128 keys would, and problems of two warpgroups' rows are another tile's
 // too unless kAnyBlocks; a bias unless kBias.
 //
+// Blocks that stay (persistent.cuh) where a row of a full problem sees keys enough, and of one with
+// a window at most kMostKeys on average: with more the tasks' order does more than their beginnings
+// and ends cost. Rows that see fewer keys than kShort (without a window) or kShortWindow are rather
+// rows of two warpgroups.
+//
 // Three warpgroups where registers allow: the third fills in where the other two wait, and K and V
 // come for 192 rows at once. Keys a tile as many as registers hold without a spill: S, P and out
 // take kBlockN / 2 + kBlockN / 4 + kHeadDimV / 2 of a thread's 160.
 
-// 24 + 96 KiB.
+// 24 + 128 KiB.
 struct Forward64 {
   static constexpr int kHeadDim = 64, kHeadDimV = 64, kBlockM = 192, kBlockN = 128, kWarps = 12;
-  static constexpr int kStages = 3, kSlices = 1, kLeastKeys = 640, kSmallerDim = 0;
+  static constexpr int kStages = 4, kSlices = 1, kLeastKeys = 250, kSmallerDim = 0;
+  static constexpr int kMostKeys = 6000, kShort = 0, kShortWindow = 600;
   static constexpr bool kPairs = false, kAnyBlocks = false, kBias = true, kAhead = true;
 };
 // Features take registers.
 struct General64 : Forward64 {
-  static constexpr int kBlockN = 96;
+  static constexpr int kBlockN = 96, kLeastKeys = 640, kShortWindow = 0;
 };
 struct Blocks64 : Forward64 {
   static constexpr int kBlockM = 128, kWarps = 8;
@@ -31,13 +37,14 @@ struct Blocks64 : Forward64 {
 // 48 + 120 KiB.
 struct Forward128 {
   static constexpr int kHeadDim = 128, kHeadDimV = 128, kBlockM = 192, kBlockN = 80, kWarps = 12;
-  static constexpr int kStages = 3, kSlices = 1, kLeastKeys = 400, kSmallerDim = 64;
+  static constexpr int kStages = 3, kSlices = 1, kLeastKeys = 250, kSmallerDim = 64;
+  static constexpr int kMostKeys = 3000, kShort = 600, kShortWindow = 600;
   static constexpr bool kPairs = false, kAnyBlocks = false, kBias = true, kAhead = true;
 };
 // Dropout draws for 32 keys at a time. A bias is faster with Blocks128: 1.37 against 1.56 ms at 4 x
 // 4,096 tokens, 16 heads.
 struct General128 : Forward128 {
-  static constexpr int kBlockN = 64;
+  static constexpr int kBlockN = 64, kLeastKeys = 400, kShort = 0, kShortWindow = 0;
   static constexpr bool kBias = false;
 };
 // 32 + 128 KiB.
@@ -50,12 +57,14 @@ struct Forward192 {
   static constexpr int kHeadDim = 192, kHeadDimV = 128, kBlockM = 192, kBlockN = 64, kWarps = 12;
   static constexpr int kStages = 3, kSlices = 1, kLeastKeys = 0, kSmallerDim = 128;
   static constexpr bool kPairs = false, kAnyBlocks = true, kBias = true, kAhead = true;
+  static constexpr int kMostKeys = -1;
 };
 // 64 + 128 KiB.
 struct Forward256 {
   static constexpr int kHeadDim = 256, kHeadDimV = 256, kBlockM = 128, kBlockN = 64, kWarps = 8;
   static constexpr int kStages = 2, kSlices = 1, kLeastKeys = 0, kSmallerDim = 128;
   static constexpr bool kPairs = false, kAnyBlocks = true, kBias = true, kAhead = false;
+  static constexpr int kMostKeys = 300;
 };
 
 }  // namespace flash_attn::sm90
