@@ -121,7 +121,8 @@ def test_plan_of_hopper(dtype):
     assert gpu(90, **few | {"seqlen_q": 1024, "seqlen_k": 1024})["backend"] == "sm90"
     assert gpu(90, **sizes | {"head_dim": 64, "seqlen_k": 200})["backend"] == "sm80"
     assert gpu(90, **sizes | {"head_dim": 64})["block_m"] == 192
-    assert gpu(90, **sizes | {"head_dim": 64, "window_right": 0})["block_m"] == 128
+    causal = sizes | {"head_dim": 64, "seqlen_q": 1024, "seqlen_k": 1024, "window_right": 0}
+    assert gpu(90, **causal)["block_m"] == 128
     for dims, tile in (((192, 128), 192), ((96, 128), 128), ((128, 64), 128), ((192, 192), 256)):
         dims = dict(zip(("head_dim", "head_dim_v"), dims, strict=True))
         made = gpu(90, **sizes | dims | {"seqlen_k": 1024})

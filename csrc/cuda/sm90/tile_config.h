@@ -22,7 +22,7 @@ namespace flash_attn::sm90 {
 // 24 + 128 KiB.
 struct Forward64 {
   static constexpr int kHeadDim = 64, kHeadDimV = 64, kBlockM = 192, kBlockN = 128, kWarps = 12;
-  static constexpr int kStages = 4, kSlices = 1, kLeastKeys = 250, kSmallerDim = 0;
+  static constexpr int kStages = 4, kSlices = 1, kLeastKeys = 380, kSmallerDim = 0;
   static constexpr int kMostKeys = 6000, kShort = 0, kShortWindow = 600;
   static constexpr bool kPairs = false, kAnyBlocks = false, kBias = true, kAhead = true;
 };
