@@ -11,7 +11,10 @@ from problem import check
 from flash_attn import flash_attn_func, flash_attn_varlen_func
 
 if needs_cuda.args[0] is False and torch.cuda.get_device_capability()[0] != 9:
-    pytest.skip("Hopper's kernels", allow_module_level=True)
+    pytest.skip(
+        "needs a GPU of compute capability 9.x, for whose own kernels these are",
+        allow_module_level=True,
+    )
 pytestmark = needs_cuda
 
 

@@ -3,6 +3,8 @@
 // which csrc/torch/ops_cuda.cpp turns into an exception.
 #pragma once
 
+#include <cstdint>
+
 #include <cuda_runtime.h>
 
 namespace flash_attn {
@@ -38,6 +40,14 @@ cudaError_t launch(void (*kernel)(Params...),
                    cudaStream_t stream,
                    const Args&... args) {
   return launch_shared(kernel, blocks, threads, 0, stream, args...);
+}
+
+// Of the current device: as many blocks as fill it, one each.
+inline cudaError_t count_multiprocessors(int* count) {
+  int device = 0;
+  const cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  return cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
 }
 
 }  // namespace flash_attn

@@ -135,10 +135,8 @@ cudaError_t launch_even(const AttnParams& p,
     if (p.mask.blocks.index != nullptr) kernel = forward_even_kernel<Element, Tile, Walk::kList>;
     return launch_shared(kernel, grid.tasks, kThreads, kBytes, stream, p, grid);
   } else {
-    int device = 0, blocks = 1;
-    cudaError_t error = cudaGetDevice(&device);
-    if (error == cudaSuccess)
-      error = cudaDeviceGetAttribute(&blocks, cudaDevAttrMultiProcessorCount, device);
+    int blocks = 1;
+    cudaError_t error = count_multiprocessors(&blocks);
     if (error == cudaSuccess && blocks < grid.tasks) {
       grid.next = counter;
       error = cudaMemsetAsync(counter, 0, sizeof(unsigned), stream);

@@ -202,8 +202,7 @@ bool takes_forward(const AttnParams& p) {
     const bool small_boxes =
         p.pages.table != nullptr &&
         key_box_rows(p, Tile::kBlockN, Tile::kBlockN) < key_box_rows(p, 128, 128);
-    const bool window = p.mask.window_left >= 0 || p.mask.window_right >= 0;
-    const bool shorter = mean_keys(p) < (window ? Tile::kShortWindow : Tile::kShort);
+    const bool shorter = mean_keys(p) < (has_window(p) ? Tile::kShortWindow : Tile::kShort);
     if (few || cuts || small_boxes || shorter) return false;
   }
   return has_boxes(p);

@@ -3,7 +3,6 @@
 // brings.
 #pragma once
 
-#include "cuda/ptx/tma.cuh"
 #include "cuda/sm90/forward_features.cuh"
 #include "cuda/sm90/pipeline.cuh"
 #include "cuda/sm90/products.cuh"
@@ -57,21 +56,11 @@ struct Consumer {
   __device__ __forceinline__ void wait_v() const {
     ptx::mbarrier_wait(pipe.v_full(v.stage), v.parity);
   }
-  // Of tile n. Rows without a key become zero: what lies there may be anything, and its weight 0
-  // would not hide a NaN.
+  // Of tile n, which may have rows without a key.
   __device__ __forceinline__ void wait_v(int n) const {
     wait_v();
     const int first = n * grid.block_n;
-    const int low = state.seq.k_first - first, high = state.seq.k_len - first;
-    if (low <= 0 && high >= Tile::kBlockN) return;
-    const uint32_t tile = smem + T::kV + v.stage * T::kVBytes;
-    for (int at = threadIdx.x % 128; at < Tile::kBlockN * Tile::kHeadDimV / 8; at += 128) {
-      const int row = at % Tile::kBlockN, chunk = at / Tile::kBlockN;
-      if (row >= low && row < high) continue;
-      ptx::store_shared_16(tile + tile_offset<Tile::kBlockN>(row, chunk), {0, 0, 0, 0});
-    }
-    ptx::proxy_fence();
-    ptx::barrier_sync(2 + threadIdx.x / 128, 128);
+    clear_other_values<T>(smem, v.stage, state.seq.k_first - first, state.seq.k_len - first);
   }
   __device__ __forceinline__ void release_v() {
     if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(pipe.v_empty(v.stage));
@@ -89,6 +78,12 @@ struct Consumer {
     multiply_weights<Element, Tile>(out, weights, smem + T::kV + uniform(v.stage) * T::kVBytes);
   }
 
+  // S; products of a later commit, kBehind of them, may still be on their way.
+  template <int kBehind = 1>
+  __device__ __forceinline__ void wait_scores(Scores& s) const {
+    ptx::wgmma_wait<kBehind>();
+    ptx::hold<kColumns * 4>(&s[0][0][0]);
+  }
   __device__ __forceinline__ void wait_out() {
     ptx::wgmma_wait<0>();
     ptx::hold<kOutColumns * 4>(&out[0][0][0]);
@@ -134,8 +129,7 @@ struct Consumer {
     float factor[2];
     multiply_qk(s);
     features.template begin<kAny>(tile.n);
-    ptx::wgmma_wait<0>();
-    ptx::hold<kColumns * 4>(&s[0][0][0]);
+    wait_scores<0>(s);
     release_k();
     features.template score<kAny>(s, tile.n, softmax, grid.scale);
     hide(s, tile);
@@ -155,8 +149,7 @@ struct Consumer {
     kWhole ? wait_v() : wait_v(before);
     multiply_pv();
     features.template begin<kOnly>(tile.n);
-    ptx::wgmma_wait<1>();
-    ptx::hold<kColumns * 4>(&s[0][0][0]);
+    wait_scores(s);
     release_k();
     const bool may_rise = features.template score<kOnly>(s, tile.n, softmax, grid.scale);
     if constexpr (!kWhole) hide(s, tile);
@@ -186,30 +179,9 @@ struct Consumer {
     }
   }
 
-  // The same without looking for the maximum. Where a row asks for it after all, S is made once
-  // more.
+  // The same without looking for the maximum.
   __device__ __forceinline__ void step_ahead(const KvTile& tile) {
-    Scores s;
-    float factor[2], sum[2];
-    multiply_qk(s);
-    wait_v();
-    multiply_pv();
-    ptx::wgmma_wait<1>();
-    ptx::hold<kColumns * 4>(&s[0][0][0]);
-    const bool again = some_of_group(!softmax.weigh_ahead(s, sum, grid.scale));
-    if (!again) release_k();
-    wait_out();
-    if (__builtin_expect(again, 0)) {
-      calm.begin(false);
-      multiply_qk(s);
-      ptx::wgmma_wait<0>();
-      ptx::hold<kColumns * 4>(&s[0][0][0]);
-      release_k();
-      if (weigh(softmax, s, factor, grid.scale)) rescale(out, factor);
-    } else {
-      softmax.l[0][0] += sum[0], softmax.l[0][1] += sum[1];
-    }
-    to_operands<Element>(weights, s);
+    weigh_tile_ahead<Element>(*this);
     before = tile.n;
   }
 };

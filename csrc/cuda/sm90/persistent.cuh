@@ -148,11 +148,15 @@ __global__ void __launch_bounds__(PersistentSizes<Tile>::kThreads, 1)
 
 // ---- host
 
+inline bool has_window(const AttnParams& p) {
+  return p.mask.window_left >= 0 || p.mask.window_right >= 0;
+}
+
 // Whether tasks may differ in length: then a block that is free takes the next one, else each has
 // its own.
 inline bool tasks_differ(const AttnParams& p) {
-  return p.mask.window_left >= 0 || p.mask.window_right >= 0 || p.seq_q.cu_seqlens != nullptr ||
-         p.seq_k.cu_seqlens != nullptr || p.seq_k.used != nullptr || p.seq_k.leftpad != nullptr;
+  return has_window(p) || p.seq_q.cu_seqlens != nullptr || p.seq_k.cu_seqlens != nullptr ||
+         p.seq_k.used != nullptr || p.seq_k.leftpad != nullptr;
 }
 
 // Bytes of the counter of tasks.
@@ -164,14 +168,11 @@ inline int64_t persistent_workspace(const AttnParams& p) {
 // `grid`: unsplit. `keys`: that a row sees on average.
 template <class Element, class Tile>
 int persistent_blocks(const AttnParams& p, const ForwardGrid& grid, int keys) {
-  const bool windows = p.mask.window_left >= 0 || p.mask.window_right >= 0;
   const bool lists = p.mask.blocks.index != nullptr || p.pages.table != nullptr;
   const bool aligned = p.head_dim_v % kChunk == 0 && copies_whole_chunks<Element>(p.out);
-  if (lists || !aligned || grid.splits > 1 || (windows && keys > Tile::kMostKeys)) return 0;
-  int device = 0, count = 0;
-  if (cudaGetDevice(&device) != cudaSuccess) return 0;
-  if (cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) != cudaSuccess)
-    return 0;
+  if (lists || !aligned || grid.splits > 1 || (has_window(p) && keys > Tile::kMostKeys)) return 0;
+  int count = 0;
+  if (count_multiprocessors(&count) != cudaSuccess) return 0;
   return grid.tasks > count ? count : 0;
 }
 

@@ -109,22 +109,12 @@ struct TaskConsumer {
   __device__ __forceinline__ void wait_v() const {
     ptx::mbarrier_wait(pipe.v_full(v.stage()), v.parity());
   }
-  // Of tile n; negative: of one that hides nothing. Rows without a key become zero: what lies there
-  // may be anything, and its weight 0 would not hide a NaN.
+  // Of tile n, which may have rows without a key; negative: of one that hides nothing.
   __device__ __forceinline__ void wait_v(int n, const SeqInfo& seq) const {
     wait_v();
     if (n < 0) return;
     const int first = n * Tile::kBlockN;
-    const int low = seq.k_first - first, high = seq.k_len - first;
-    if (low <= 0 && high >= Tile::kBlockN) return;
-    const uint32_t tile = smem + T::kV + v.stage() * T::kVBytes;
-    for (int at = threadIdx.x % 128; at < Tile::kBlockN * Tile::kHeadDimV / 8; at += 128) {
-      const int row = at % Tile::kBlockN, chunk = at / Tile::kBlockN;
-      if (row >= low && row < high) continue;
-      ptx::store_shared_16(tile + tile_offset<Tile::kBlockN>(row, chunk), {0, 0, 0, 0});
-    }
-    ptx::proxy_fence();
-    ptx::barrier_sync(2 + threadIdx.x / 128, 128);
+    clear_other_values<T>(smem, v.stage(), seq.k_first - first, seq.k_len - first);
   }
   __device__ __forceinline__ void release_v() {
     if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(pipe.v_empty(v.stage()));
@@ -151,8 +141,10 @@ struct TaskConsumer {
     ptx::hold<kOutColumns * 4>(&out[0][0][0]);
     release_v();
   }
-  __device__ __forceinline__ void wait_scores(Scores& s) {
-    ptx::wgmma_wait<1>();
+  // S; products of a later commit, kBehind of them, may still be on their way.
+  template <int kBehind = 1>
+  __device__ __forceinline__ void wait_scores(Scores& s) const {
+    ptx::wgmma_wait<kBehind>();
     ptx::hold<kColumns * 4>(&s[0][0][0]);
   }
 
@@ -204,8 +196,7 @@ struct TaskConsumer {
     float factor[2];
     multiply_qk(s);
     clear();
-    ptx::wgmma_wait<0>();
-    ptx::hold<kColumns * 4>(&s[0][0][0]);
+    wait_scores<0>(s);
     release_k();
     hide(s, tile);
     weigh(softmax, s, factor, grid.scale);
@@ -251,31 +242,6 @@ struct TaskConsumer {
     if (raised) rescale(out, factor);
     if constexpr (Tile::kAhead) calm.note(raised);
   }
-
-  // The second, without looking for the maximum. Where a row asks for it after all, S is made once
-  // more.
-  __device__ __forceinline__ void step_ahead() {
-    Scores s;
-    float factor[2], sum[2];
-    multiply_qk(s);
-    wait_v();
-    multiply_pv();
-    wait_scores(s);
-    const bool again = some_of_group(!softmax.weigh_ahead(s, sum, grid.scale));
-    if (!again) release_k();
-    wait_out();
-    if (__builtin_expect(again, 0)) {
-      calm.begin(false);
-      multiply_qk(s);
-      ptx::wgmma_wait<0>();
-      ptx::hold<kColumns * 4>(&s[0][0][0]);
-      release_k();
-      if (weigh(softmax, s, factor, grid.scale)) rescale(out, factor);
-    } else {
-      softmax.l[0][0] += sum[0], softmax.l[0][1] += sum[1];
-    }
-    to_operands<Element>(weights, s);
-  }
 };
 
 // What a warpgroup does: all tasks of a block. The last product of a task is made beside the first
@@ -313,7 +279,7 @@ __device__ __forceinline__ void consume_tasks(TaskConsumer<Element, Tile>& self)
       const bool whole = tile.full && self.before < 0;
       if constexpr (Tile::kAhead) {
         if (whole && self.calm) {
-          self.step_ahead();
+          weigh_tile_ahead<Element>(self);
           continue;
         }
       } else if (whole) {

@@ -4,6 +4,8 @@
 #pragma once
 
 #include "cuda/ptx/barrier.cuh"
+#include "cuda/ptx/shared.cuh"
+#include "cuda/ptx/tma.cuh"
 #include "cuda/ptx/wgmma.cuh"
 #include "cuda/tile/softmax.cuh"
 #include "cuda/tile/swizzle.cuh"
@@ -122,6 +124,50 @@ __device__ __forceinline__ void rescale(float (&out)[1][kColumns][4], const floa
     out[0][n][0] *= factor[0], out[0][n][1] *= factor[0];
     out[0][n][2] *= factor[1], out[0][n][3] *= factor[1];
   }
+}
+
+// Rows of the values in a stage that are not in [low, high) -> zero: what lies there may be
+// anything, and its weight 0 would not hide a NaN. A warpgroup; products may read the stage after
+// it. Sizes: the kernel's.
+template <class Sizes>
+__device__ __forceinline__ void clear_other_values(uint32_t smem,
+                                                   uint32_t stage,
+                                                   int low,
+                                                   int high) {
+  if (low <= 0 && high >= Sizes::kBlockN) return;
+  const uint32_t tile = smem + Sizes::kV + stage * Sizes::kVBytes;
+  for (int at = threadIdx.x % 128; at < Sizes::kBlockN * Sizes::kHeadDimV / 8; at += 128) {
+    const int row = at % Sizes::kBlockN, chunk = at / Sizes::kBlockN;
+    if (row >= low && row < high) continue;
+    ptx::store_shared_16(tile + tile_offset<Sizes::kBlockN>(row, chunk), {0, 0, 0, 0});
+  }
+  ptx::proxy_fence();
+  ptx::barrier_sync(2 + threadIdx.x / 128, 128);
+}
+
+// 2 to 5 of a tile that hides nothing, after another such, without looking for the maximum. Where a
+// row asks for it after all, S is made once more. `self`: Consumer or TaskConsumer.
+template <class Element, class Self>
+__device__ __forceinline__ void weigh_tile_ahead(Self& self) {
+  typename Self::Scores s;
+  float factor[2], sum[2];
+  self.multiply_qk(s);
+  self.wait_v();
+  self.multiply_pv();
+  self.wait_scores(s);
+  const bool again = some_of_group(!self.softmax.weigh_ahead(s, sum, self.grid.scale));
+  if (!again) self.release_k();
+  self.wait_out();
+  if (__builtin_expect(again, 0)) {
+    self.calm.begin(false);
+    self.multiply_qk(s);
+    self.template wait_scores<0>(s);
+    self.release_k();
+    if (weigh(self.softmax, s, factor, self.grid.scale)) rescale(self.out, factor);
+  } else {
+    self.softmax.l[0][0] += sum[0], self.softmax.l[0][1] += sum[1];
+  }
+  to_operands<Element>(self.weights, s);
 }
 
 }  // namespace flash_attn::sm90

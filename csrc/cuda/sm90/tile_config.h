@@ -10,10 +10,10 @@ namespace flash_attn::sm90 {
 // ask for more boxes than 128 keys would, and problems of two warpgroups' rows are another tile's
 // too unless kAnyBlocks; a bias unless kBias.
 //
-// Blocks that stay (persistent.cuh) where a row of a full problem sees keys enough, and of one with
-// a window at most kMostKeys on average: with more the tasks' order does more than their beginnings
-// and ends cost. Rows that see fewer keys than kShort (without a window) or kShortWindow are rather
-// rows of two warpgroups.
+// Blocks that stay (persistent.cuh) in problems without a window, and in those with one whose rows
+// see at most kMostKeys on average: with more the tasks' order does more than their beginnings and
+// ends cost. Negative: never. Rows that see fewer keys than kShort (without a window) or
+// kShortWindow are rather rows of two warpgroups.
 //
 // Three warpgroups where registers allow: the third fills in where the other two wait, and K and V
 // come for 192 rows at once. Keys a tile as many as registers hold without a spill: S, P and out
