@@ -5,15 +5,15 @@
 // long as its code is short: all warps walk all of it in each task.
 //
 // A task is block_m packed rows of one key head. Each role goes on to the next as soon as it has
-// done its part of this one. Of the last warpgroup three warps find the tasks
-// (persistent_schedule.cuh), and one produces; the others consume:
+// done its part of this one. Of the last warpgroup three warps find the tasks and
+// bring their Q (persistent_schedule.cuh), and one produces; the others consume:
 //
 //   producer, one thread               consumers, a warpgroup of 64 rows each
 //   for each key tile:                 1 wait for the task and for Q
 //     wait until its stage is empty    2 wait for K;  S = Q K^T
 //     which tile it is; K on its way   3 out += P V of the tile before, at the same time
-//     at the task's first: so is Q     4 S is there: K's stage is empty;  mask; m, l and P
-//     wait; V on its way               5 out is there: V's stage is empty;  out to the new m
+//     wait; V on its way               4 S is there: K's stage is empty;  mask; m, l and P
+//                                      5 out is there: V's stage is empty;  out to the new m
 //                                      6 after the last: Q's stage is empty;  out += P V;  sink,
 //                                        out / l and lse, from registers
 //
@@ -28,29 +28,7 @@
 
 namespace flash_attn::sm90 {
 
-struct PersistentMaps : KeyMaps {
-  CUtensorMap q;
-  bool boxes;  // the copy engine fetches Q as well
-};
-
 // ---- producer, one thread
-
-// The boxes of Q of a task.
-template <class Tile>
-__device__ __forceinline__ void load_query_boxes(const PersistentMaps& maps,
-                                                 const TaskState<Tile>& state,
-                                                 uint32_t to,
-                                                 uint32_t barrier) {
-  const PackedRows& rows = state.task.rows;
-  const int first = static_cast<int>(state.seq.q_row) + rows.position(state.task.begin);
-  const int head = rows.head_first / rows.group, batch = static_cast<int>(state.seq.q_batch);
-  ptx::mbarrier_expect(barrier, PersistentSizes<Tile>::kQBytes);
-#pragma unroll
-  for (int panel = 0; panel < Tile::kHeadDim / 64; ++panel) {
-    ptx::load_box(to + panel * Tile::kBlockM * 128, &maps.q, panel * 64, 0, first, head, batch,
-                  barrier);
-  }
-}
 
 // The box of k or v with its first key in `row`.
 template <class Tile, int kDim>
@@ -74,7 +52,6 @@ __device__ __forceinline__ void produce_tasks(const AttnParams& p,
   typename T::Tasks turn;
   Uses<Tile::kStages> keys, values;
   while (true) {
-    const typename T::Queries queries = {turn.use};
     TaskState<Tile>& state = states[turn.stage()];
     ptx::mbarrier_wait(pipe.task_full(turn.stage()), turn.parity());
     if (!state.exists) return;
@@ -98,11 +75,6 @@ __device__ __forceinline__ void produce_tasks(const AttnParams& p,
         ptx::mbarrier_arrive(pipe.k_full(keys.stage()));
       }
       keys.advance();
-      if (first && maps.boxes) {
-        ptx::mbarrier_wait(pipe.q_empty(queries.stage()), queries.parity() ^ 1);
-        load_query_boxes<Tile>(maps, state, smem + queries.stage() * T::kQBytes,
-                               pipe.q_full(queries.stage()));
-      }
       if (tile.n < 0) break;
       ptx::mbarrier_wait(pipe.v_empty(values.stage()), values.parity() ^ 1);
       load_key_box<Tile, Tile::kHeadDimV>(
@@ -134,7 +106,7 @@ __global__ void __launch_bounds__(PersistentSizes<Tile>::kThreads, 1)
     if (threadIdx.x == T::kConsumerThreads)
       produce_tasks<Element, Tile>(p, maps, states, smem_address(smem), pipe, barriers);
     else if (threadIdx.x / 32 > Tile::kWarps)
-      schedule<Element, Tile>(p, grid, maps.boxes, smem_address(smem), pipe, states);
+      schedule<Element, Tile>(p, grid, maps, smem_address(smem), pipe, states);
   } else {
     ptx::take_registers<T::kConsumerRegisters>();
     TaskConsumer<Element, Tile> self(p, grid, states, smem_address(smem), pipe, barriers,

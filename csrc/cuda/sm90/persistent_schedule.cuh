@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Three warps of a persistent block (persistent.cuh) find the tasks that it does, ahead of the
-// others; they fetch their Q where the copy engine can't.
+// others, and bring their Q: asked for with the first keys, it came late.
 #pragma once
 
 #include "cuda/ptx/barrier.cuh"
 #include "cuda/ptx/tma.cuh"
+#include "cuda/sm90/key_boxes.cuh"
 #include "cuda/sm90/persistent_state.cuh"
 
 namespace flash_attn::sm90 {
@@ -15,7 +16,29 @@ __device__ __forceinline__ void schedulers_sync() {
   ptx::barrier_sync(1, kSchedulers);
 }
 
-// Q's rows of a task -> shared memory. Rows that do not exist are zero.
+struct PersistentMaps : KeyMaps {
+  CUtensorMap q;
+  bool boxes;  // the copy engine fetches Q as well
+};
+
+// The boxes of Q of a task. One thread.
+template <class Tile>
+__device__ __forceinline__ void load_query_boxes(const PersistentMaps& maps,
+                                                 const TaskState<Tile>& state,
+                                                 uint32_t to,
+                                                 uint32_t barrier) {
+  const PackedRows& rows = state.task.rows;
+  const int first = static_cast<int>(state.seq.q_row) + rows.position(state.task.begin);
+  const int head = rows.head_first / rows.group, batch = static_cast<int>(state.seq.q_batch);
+  ptx::mbarrier_expect(barrier, PersistentSizes<Tile>::kQBytes);
+#pragma unroll
+  for (int panel = 0; panel < Tile::kHeadDim / 64; ++panel) {
+    ptx::load_box(to + panel * Tile::kBlockM * 128, &maps.q, panel * 64, 0, first, head, batch,
+                  barrier);
+  }
+}
+
+// Q's rows of a task -> shared memory, where they are no boxes. Rows that do not exist are zero.
 template <class Element, class Tile>
 __device__ __forceinline__ void load_queries(int thread,
                                              const AttnParams& p,
@@ -42,11 +65,11 @@ __device__ __forceinline__ void load_queries(int thread,
   ptx::proxy_fence();
 }
 
-// By kSchedulers threads. `boxes`: the producer fetches Q.
+// By kSchedulers threads.
 template <class Element, class Tile>
 __device__ __forceinline__ void schedule(const AttnParams& p,
                                          const ForwardGrid& grid,
-                                         bool boxes,
+                                         const PersistentMaps& maps,
                                          uint32_t smem,
                                          const typename PersistentSizes<Tile>::Pipe& pipe,
                                          TaskState<Tile>* states) {
@@ -76,12 +99,16 @@ __device__ __forceinline__ void schedule(const AttnParams& p,
     }
     if (thread == 0) ptx::mbarrier_arrive(pipe.task_full(turn.stage()));
     if (!exists) return;
-    if (!boxes) {
-      const typename T::Queries queries = {turn.use};
+    const typename T::Queries queries = {turn.use};
+    const uint32_t to = smem + queries.stage() * T::kQBytes, full = pipe.q_full(queries.stage());
+    if (!maps.boxes || thread == 0)
       ptx::mbarrier_wait(pipe.q_empty(queries.stage()), queries.parity() ^ 1);
-      load_queries<Element>(thread, p, state, smem + queries.stage() * T::kQBytes);
+    if (maps.boxes) {
+      if (thread == 0) load_query_boxes<Tile>(maps, state, to, full);
+    } else {
+      load_queries<Element>(thread, p, state, to);
       schedulers_sync();
-      if (thread == 0) ptx::mbarrier_arrive(pipe.q_full(queries.stage()));
+      if (thread == 0) ptx::mbarrier_arrive(full);
     }
     turn.advance();
   }

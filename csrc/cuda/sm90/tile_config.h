@@ -57,7 +57,7 @@ struct Forward192 {
   static constexpr int kHeadDim = 192, kHeadDimV = 128, kBlockM = 192, kBlockN = 64, kWarps = 12;
   static constexpr int kStages = 3, kSlices = 1, kLeastKeys = 0, kSmallerDim = 128;
   static constexpr bool kPairs = false, kAnyBlocks = true, kBias = true, kAhead = true;
-  static constexpr int kMostKeys = -1;
+  static constexpr int kMostKeys = 1 << 30;
 };
 // 64 + 128 KiB.
 struct Forward256 {
