@@ -47,6 +47,23 @@ def test_tasks_of_every_length(sizes, options):
     attend(cases.Case(20, *sizes, 8, 4, 64, dtype="bf16", aligned=True, **options))
 
 
+@pytest.mark.parametrize("mask", [{}, {"bits": True}, {"bits": True, "causal": True}], ids=str)
+@pytest.mark.parametrize("blocks", [(128, 128), (64, 128), (256, 64)], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_tasks_of_block_lists(head_dim, blocks, mask):
+    attend(
+        cases.Case(9, 700, 500, 8, 4, head_dim, dtype="bf16", blocks=blocks, aligned=True, **mask)
+    )
+
+
+@pytest.mark.parametrize("window", [(0, 0), (70, 0), (100, 30), (5, 300)])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_windows_with_a_left_side(head_dim, window):
+    """Tiles of 64 keys: of some a warpgroup sees nothing, at either end of its walk."""
+    for sizes in ((700, 700), (300, 650), (650, 300)):
+        attend(cases.Case(6, *sizes, 8, 2, head_dim, dtype="fp16", window=window, aligned=True))
+
+
 @pytest.mark.parametrize("heads", [(12, 2), (6, 2), (8, 1), (14, 2), (32, 1)])
 @pytest.mark.parametrize("head_dim", [64, 100, 128])
 def test_query_heads_share_tiles(head_dim, heads):

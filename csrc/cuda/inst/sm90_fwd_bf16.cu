@@ -11,10 +11,12 @@ using namespace sm90;
 
 static constexpr KernelRow kRows[] = {
     forward_row<bf16, Forward64, Score::kPlain>("sm90_forward_bf16_d64"),
+    forward_row<bf16, Windows64, Score::kPlain>("sm90_forward_bf16_d64_windows"),
     forward_row<bf16, Blocks64, Score::kPlain>("sm90_forward_bf16_d64_blocks"),
     forward_row<bf16, General64, Score::kGeneral>("sm90_forward_bf16_d64_general"),
     forward_row<bf16, Blocks64, Score::kGeneral>("sm90_forward_bf16_d64_blocks_general"),
     forward_row<bf16, Forward128, Score::kPlain>("sm90_forward_bf16_d128"),
+    forward_row<bf16, Windows128, Score::kPlain>("sm90_forward_bf16_d128_windows"),
     forward_row<bf16, Blocks128, Score::kPlain>("sm90_forward_bf16_d128_blocks"),
     forward_row<bf16, General128, Score::kGeneral>("sm90_forward_bf16_d128_general"),
     forward_row<bf16, Blocks128, Score::kGeneral>("sm90_forward_bf16_d128_blocks_general"),

@@ -202,8 +202,10 @@ bool takes_forward(const AttnParams& p) {
     const bool small_boxes =
         p.pages.table != nullptr &&
         key_box_rows(p, Tile::kBlockN, Tile::kBlockN) < key_box_rows(p, 128, 128);
-    const bool shorter = mean_keys(p) < (has_window(p) ? Tile::kShortWindow : Tile::kShort);
-    if (few || cuts || small_boxes || shorter) return false;
+    const int least = p.mask.window_left >= 0 ? Tile::kShortWindow
+                      : has_window(p)         ? Tile::kShortCausal
+                                              : Tile::kShort;
+    if (few || cuts || small_boxes || mean_keys(p) < least) return false;
   }
   return has_boxes(p);
 }

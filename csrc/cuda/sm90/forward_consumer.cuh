@@ -193,6 +193,7 @@ __device__ __forceinline__ void consume(Consumer<Element, Tile, kScore>& self) {
   KvTile tile = self.wait_k();
   if (!self.skip(tile)) return;
   self.begin(tile);
+  if constexpr (C::kAhead) self.calm = Calm(tile.full);
   bool full_before = tile.full;
   while (true) {
     tile = self.wait_k();

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // The forward kernel (forward.cuh) for many short tasks: a block fills a multiprocessor and stays
 // there, doing one task after another, so that what one begins with and what another ends with is
-// done beside products. For scores without features and masks that are windows, since it is fast as
-// long as its code is short: all warps walk all of it in each task.
+// done beside products. For scores without features, since it is fast as long as its code is short:
+// all warps walk all of it in each task; for the same reason block lists have an instance of their
+// own (kLists).
 //
 // A task is block_m packed rows of one key head. Each role goes on to the next as soon as it has
 // done its part of this one. Of the last warpgroup three warps find the tasks and
@@ -87,7 +88,7 @@ __device__ __forceinline__ void produce_tasks(const AttnParams& p,
   }
 }
 
-template <class Element, class Tile>
+template <class Element, class Tile, bool kLists>
 __global__ void __launch_bounds__(PersistentSizes<Tile>::kThreads, 1)
     persistent_kernel(const __grid_constant__ AttnParams p,
                       const __grid_constant__ ForwardGrid grid,
@@ -109,8 +110,8 @@ __global__ void __launch_bounds__(PersistentSizes<Tile>::kThreads, 1)
       schedule<Element, Tile>(p, grid, maps, smem_address(smem), pipe, states);
   } else {
     ptx::take_registers<T::kConsumerRegisters>();
-    TaskConsumer<Element, Tile> self(p, grid, states, smem_address(smem), pipe, barriers,
-                                     uniform(threadIdx.x / 128));
+    TaskConsumer<Element, Tile, kLists> self(p, grid, states, smem_address(smem), pipe, barriers,
+                                             uniform(threadIdx.x / 128));
     consume_tasks(self);
   }
 #else
@@ -127,8 +128,8 @@ inline bool has_window(const AttnParams& p) {
 // Whether tasks may differ in length: then a block that is free takes the next one, else each has
 // its own.
 inline bool tasks_differ(const AttnParams& p) {
-  return has_window(p) || p.seq_q.cu_seqlens != nullptr || p.seq_k.cu_seqlens != nullptr ||
-         p.seq_k.used != nullptr || p.seq_k.leftpad != nullptr;
+  return has_window(p) || p.mask.blocks.index != nullptr || p.seq_q.cu_seqlens != nullptr ||
+         p.seq_k.cu_seqlens != nullptr || p.seq_k.used != nullptr || p.seq_k.leftpad != nullptr;
 }
 
 // Bytes of the counter of tasks.
@@ -140,8 +141,10 @@ inline int64_t persistent_workspace(const AttnParams& p) {
 // `grid`: unsplit. `keys`: that a row sees on average.
 template <class Element, class Tile>
 int persistent_blocks(const AttnParams& p, const ForwardGrid& grid, int keys) {
-  const bool lists = p.mask.blocks.index != nullptr || p.pages.table != nullptr;
-  const bool aligned = p.head_dim_v % kChunk == 0 && copies_whole_chunks<Element>(p.out);
+  const bool lists =
+      p.pages.table != nullptr || (p.mask.blocks.index != nullptr && !Tile::kAnyBlocks);
+  const bool aligned =
+      p.head_dim_v % kChunk == 0 && copies_whole_chunks<Element>(p.out) && has_small_steps(p);
   if (lists || !aligned || grid.splits > 1 || (has_window(p) && keys > Tile::kMostKeys)) return 0;
   int count = 0;
   if (count_multiprocessors(&count) != cudaSuccess) return 0;
@@ -166,8 +169,13 @@ cudaError_t launch_persistent(const AttnParams& p,
     const cudaError_t error = cudaMemsetAsync(workspace, 0, sizeof(unsigned), stream);
     if (error != cudaSuccess) return error;
   }
-  return launch_shared(persistent_kernel<Element, Tile>, blocks, T::kThreads, T::kBytes, stream, p,
-                       grid, maps);
+  const auto launch = [&](auto kernel) {
+    return launch_shared(kernel, blocks, T::kThreads, T::kBytes, stream, p, grid, maps);
+  };
+  if constexpr (Tile::kAnyBlocks) {
+    if (p.mask.blocks.index != nullptr) return launch(persistent_kernel<Element, Tile, true>);
+  }
+  return launch(persistent_kernel<Element, Tile, false>);
 }
 
 }  // namespace flash_attn::sm90

@@ -10,8 +10,8 @@
 
 namespace flash_attn::sm90 {
 
-// A warpgroup: what it reads, and its place in the rings.
-template <class Element, class Tile>
+// A warpgroup: what it reads, and its place in the rings. kLists: tiles may have bits.
+template <class Element, class Tile, bool kLists>
 struct TaskConsumer {
   using T = PersistentSizes<Tile>;
   static constexpr int kColumns = Tile::kBlockN / 8, kOutColumns = Tile::kHeadDimV / 8;
@@ -29,9 +29,10 @@ struct TaskConsumer {
   uint32_t task;   // number of the block's, so of Q as well
   Uses<Tile::kStages> k, v;
   // Of the task that is not ended yet.
-  int open;    // there is one
-  int adds;    // its last weights wait for their values:
-  int before;  // the tile that they are of; -1: one that hides nothing
+  int open;      // there is one
+  int adds;      // its last weights wait for their values:
+  int before;    // the tile that they are of; -1: one that hides nothing
+  bool has_out;  // some of its weights have met their values
   Calm calm;
   Softmax<Element, 1> softmax;
   Out out;
@@ -54,6 +55,7 @@ struct TaskConsumer {
         task(0),
         open(0),
         adds(0),
+        has_out(false),
         before(-1) {}
 
   __device__ __forceinline__ const TaskState<Tile>& state() const {
@@ -129,7 +131,9 @@ struct TaskConsumer {
   }
   // 3. Asynchronous.
   __device__ __forceinline__ void multiply_pv() {
-    multiply_weights<Element, Tile>(out, weights, smem + T::kV + uniform(v.stage()) * T::kVBytes);
+    multiply_weights<Element, Tile>(out, weights, smem + T::kV + uniform(v.stage()) * T::kVBytes,
+                                    has_out);
+    has_out = true;
   }
   // The same; `seq`: of the weights' task.
   __device__ __forceinline__ void multiply_before(const SeqInfo& seq) {
@@ -166,8 +170,15 @@ struct TaskConsumer {
   // 4. The mask.
   __device__ __forceinline__ void hide(Scores& s, const KvTile& tile) const {
     const int key = tile.n * Tile::kBlockN;
-    if (tile.full || state().sees_all(warp(), key, Tile::kBlockN)) return;
-    apply_window(s, state().warp_rows(16 * warp()), key);
+    if (tile.full) return;
+    const WarpRows rows = state().warp_rows(16 * warp());
+    if (kLists && tile.bits >= 0) {
+      const TileMask<ceil_div(kColumns, 4)> hidden(p.pages, state().task.batch, key, Tile::kBlockN,
+                                                   tile.bits);
+      apply_mask(s, p.mask, rows, hidden);
+    } else if (!state().sees_all(warp(), key, Tile::kBlockN)) {
+      apply_window(s, rows, key);
+    }
   }
 
   // 6. The last product of a task.
@@ -195,7 +206,7 @@ struct TaskConsumer {
     Scores s;
     float factor[2];
     multiply_qk(s);
-    clear();
+    softmax = Softmax<Element, 1>();
     wait_scores<0>(s);
     release_k();
     hide(s, tile);
@@ -215,7 +226,6 @@ struct TaskConsumer {
     weigh(its, s, factor, grid.scale);
     wait_out();
     end();
-    clear();
     softmax = its;
     to_operands<Element>(weights, s);
   }
@@ -246,8 +256,8 @@ struct TaskConsumer {
 
 // What a warpgroup does: all tasks of a block. The last product of a task is made beside the first
 // softmax of the next one, where that begins at once.
-template <class Element, class Tile>
-__device__ __forceinline__ void consume_tasks(TaskConsumer<Element, Tile>& self) {
+template <class Element, class Tile, bool kLists>
+__device__ __forceinline__ void consume_tasks(TaskConsumer<Element, Tile, kLists>& self) {
   for (;; self.advance()) {
     const bool exists = uniform(self.wait_task());
     StageTile tile;
@@ -272,7 +282,8 @@ __device__ __forceinline__ void consume_tasks(TaskConsumer<Element, Tile>& self)
       self.begin(tile);
     }
     self.adds = true;
-    self.calm = Calm();
+    self.has_out = false;
+    self.calm = Calm(tile.full);
     self.before = tile.full ? -1 : tile.n;
     while (!tile.last) {
       tile = self.wait_k();

@@ -3,6 +3,9 @@
 // warp for its own rows.
 #pragma once
 
+#include <cstdint>
+
+#include "cuda/ptx/store.cuh"
 #include "cuda/sm90/persistent_state.cuh"
 #include "cuda/tile/store.cuh"
 
@@ -38,8 +41,26 @@ __device__ __forceinline__ void store_chunks(
       x[i] = pack_pair(Element(), out[n + i][2 * h] * factor, out[n + i][2 * h + 1] * factor);
     transpose_quad(x);
     const int column = 8 * (n + own);
-    if (column < dim) *reinterpret_cast<uint4*>(row + column) = make_uint4(x[0], x[1], x[2], x[3]);
+    if (column < dim) ptx::store_global_16(row + column, x);
   }
+}
+
+// Steps between rows and heads of out, and between heads of lse, in elements: few instructions make
+// an offset of two 32-bit factors (has_small_steps).
+struct OutSteps {
+  uint32_t row, head, lse_head;
+  __device__ __forceinline__ explicit OutSteps(const AttnParams& p)
+      : row(static_cast<uint32_t>(p.out.row)),
+        head(static_cast<uint32_t>(p.out.head)),
+        lse_head(p.seq_q.cu_seqlens != nullptr ? static_cast<uint32_t>(p.seq_q.total)
+                                               : p.seqlen_q) {}
+  __device__ __forceinline__ static uint64_t times(int count, uint32_t step) {
+    return uint64_t{static_cast<uint32_t>(count)} * step;
+  }
+};
+inline bool has_small_steps(const AttnParams& p) {
+  const auto small = [](int64_t step) { return step >= 0 && step <= UINT32_MAX; };
+  return small(p.out.row) && small(p.out.head) && small(p.seq_q.total);
 }
 
 // The rows of one warp, from `warp_row` of the tile on. l: whole sums. Rows of out begin at
@@ -53,17 +74,18 @@ __device__ __forceinline__ void store_task(const AttnParams& p,
                                            const float (&l)[2],
                                            const float (&out)[kColumns][4]) {
   const WarpRows warp = state.warp_rows(warp_row);
+  const OutSteps steps(p);
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const RowPlace row = warp(0, h);
     const bool live = warp.first + fragment_row(2 * h) < state.task.end;
     const RowEnd end = finish_row<Element>(p, grid.scale, row.head, true, m[h], l[h]);
     if (live && threadIdx.x % 4 == 0) {
-      static_cast<float*>(p.lse)[state.seq.lse_offset(p, row.head, row.position)] =
+      state.lse[steps.times(row.head, steps.lse_head) + row.position] =
           lse_of(end.m, end.l, end.rest);
     }
-    Element* to =
-        static_cast<Element*>(p.out.ptr) + state.seq.q_offset(p.out, row.position, row.head);
+    Element* to = static_cast<Element*>(state.out) + steps.times(row.position, steps.row) +
+                  steps.times(row.head, steps.head);
     store_chunks(out, h, end.factor, to, live ? p.head_dim_v : 0);
   }
 }

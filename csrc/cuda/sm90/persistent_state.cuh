@@ -16,6 +16,8 @@ struct alignas(16) TaskState {
   ForwardTask task;
   SeqInfo seq;
   KvTiles walk;  // the producer's
+  void* out;     // of the sequence's first row and head
+  float* lse;    // the same
   int key_head;
   bool exists;                       // false: there is no further task, and nothing else is set
   unsigned next;                     // number of the task after it
@@ -49,6 +51,8 @@ struct alignas(16) TaskState {
       if (thread != 0) return;
       task = of, seq = its, walk = key_walk(p, grid, its, of);
       key_head = grid.by_group(of.rows.head_first);
+      out = static_cast<char*>(p.out.ptr) + its.q_offset(p.out, 0, 0) * dtype_bytes(p.dtype);
+      lse = static_cast<float*>(p.lse) + its.lse_offset(p, 0, 0);
       return;
     }
     const Mask mask(p.mask, its);

@@ -35,9 +35,14 @@ __device__ __forceinline__ bool weigh(Softmax<Element, 1>& softmax,
   factor[0] = one[0][0][0], factor[1] = one[0][0][2];
   softmax.prepare(s, scale);
   const float before[2] = {softmax.l[0][0], softmax.l[0][1]};
-  softmax.l[0][0] = softmax.l[0][1] = 0;
-  softmax.weigh(s, scale);
-  softmax.l[0][0] += before[0], softmax.l[0][1] += before[1];
+  float sum[2] = {0, 0};
+#pragma unroll
+  for (int n = 0; n < kColumns; n += kSumColumns) {
+    softmax.l[0][0] = softmax.l[0][1] = 0;
+    softmax.weigh(s, scale, n, min_of(kSumColumns, kColumns - n));
+    sum[0] += softmax.l[0][0], sum[1] += softmax.l[0][1];
+  }
+  softmax.l[0][0] = before[0] + sum[0], softmax.l[0][1] = before[1] + sum[1];
   return raised;
 }
 
@@ -47,22 +52,27 @@ __device__ __forceinline__ bool some_of_group(bool x) {
   return __any_sync(0xffffffffu, ptx::barrier_any(2 + threadIdx.x / 128, 128, x));
 }
 
-// Whether m rises so rarely that weights are made ahead of the maximum: after some tiles in which
-// it rose in no row of the warpgroup.
+// Whether m rises so rarely that weights are made ahead of the maximum: after tiles in which it
+// rose in no row of the warpgroup, of which the warps ask each other ever less often.
 class Calm {
  public:
+  Calm() = default;
+  // `calm`: from the second tile on.
+  __device__ __forceinline__ explicit Calm(bool calm) : calm_(calm) {}
   __device__ __forceinline__ explicit operator bool() const { return calm_; }
   // After a tile, whether m rose in the warp.
   __device__ __forceinline__ void note(bool raised) {
     raised_ |= raised;
     if (--tiles_ == 0) begin(!some_of_group(raised_));
   }
-  // `calm`: until a row asks for a higher m. Else the same is asked again after a while.
-  __device__ __forceinline__ void begin(bool calm) { calm_ = calm, raised_ = false, tiles_ = 8; }
+  // `calm`: until a row asks for a higher m.
+  __device__ __forceinline__ void begin(bool calm) {
+    calm_ = calm, raised_ = false, tiles_ = (wait_ + 1) / 2, wait_ = min_of(2 * wait_, 16);
+  }
 
  private:
   bool calm_ = false, raised_ = false;
-  int tiles_ = 2;  // until the warps ask each other
+  int tiles_ = 1, wait_ = 1;  // until the warps ask each other
 };
 
 // S = Q K^T, asynchronous. Addresses in shared memory, of the warpgroup's rows of Q and of K.
@@ -84,11 +94,12 @@ __device__ __forceinline__ void multiply_queries(float (&s)[1][kColumns][4],
   ptx::wgmma_commit();
 }
 
-// out += P V, asynchronous.
+// out += P V, or (not `add`) out = P V, asynchronous.
 template <class Element, class Tile, int kColumns, int kSteps>
 __device__ __forceinline__ void multiply_weights(float (&out)[1][kColumns][4],
                                                  uint32_t (&weights)[kSteps][4],
-                                                 uint32_t v_at) {
+                                                 uint32_t v_at,
+                                                 bool add = true) {
   constexpr int kEach = Tile::kHeadDimV < 128 ? Tile::kHeadDimV : 128;
   const uint64_t values = ptx::wgmma_operand(v_at, Tile::kBlockN * 128);
   ptx::hold<kColumns * 4>(&out[0][0][0]);
@@ -101,7 +112,7 @@ __device__ __forceinline__ void multiply_weights(float (&out)[1][kColumns][4],
       ptx::wgmma<kEach, 1>(
           Element(), &out[0][part * kEach / 8][0], weights[step],
           ptx::wgmma_operand_at(values, step * 2048 + part * (kEach / 64) * Tile::kBlockN * 128),
-          true);
+          step > 0 || add);
     }
   }
   ptx::wgmma_commit();

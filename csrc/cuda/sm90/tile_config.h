@@ -12,39 +12,54 @@ namespace flash_attn::sm90 {
 //
 // Blocks that stay (persistent.cuh) in problems without a window, and in those with one whose rows
 // see at most kMostKeys on average: with more the tasks' order does more than their beginnings and
-// ends cost. Negative: never. Rows that see fewer keys than kShort (without a window) or
-// kShortWindow are rather rows of two warpgroups.
+// ends cost. Negative: never. Rows that see fewer keys than kShort (without a window), kShortCausal
+// (one without a left side) or kShortWindow are another tile's: of two warpgroups, or of fewer
+// keys.
 //
 // Three warpgroups where registers allow: the third fills in where the other two wait, and K and V
 // come for 192 rows at once. Keys a tile as many as registers hold without a spill: S, P and out
 // take kBlockN / 2 + kBlockN / 4 + kHeadDimV / 2 of a thread's 160.
 
+constexpr int kNever = 1 << 30;  // more keys than there are
+
 // 24 + 128 KiB.
 struct Forward64 {
   static constexpr int kHeadDim = 64, kHeadDimV = 64, kBlockM = 192, kBlockN = 128, kWarps = 12;
   static constexpr int kStages = 4, kSlices = 1, kLeastKeys = 380, kSmallerDim = 0;
-  static constexpr int kMostKeys = 6000, kShort = 0, kShortWindow = 600;
+  static constexpr int kMostKeys = 6000;
+  static constexpr int kShort = 0, kShortCausal = 600, kShortWindow = 2000;
   static constexpr bool kPairs = false, kAnyBlocks = false, kBias = true, kAhead = true;
+};
+// Of 64 keys: what a warpgroup's rows do not see of a window are whole tiles.
+struct Windows64 : Forward64 {
+  static constexpr int kBlockN = 64;
+  static constexpr int kShort = kNever, kShortCausal = kNever, kShortWindow = 0;
 };
 // Features take registers.
 struct General64 : Forward64 {
-  static constexpr int kBlockN = 96, kLeastKeys = 640, kShortWindow = 0;
+  static constexpr int kBlockN = 96, kLeastKeys = 640;
+  static constexpr int kShort = 0, kShortCausal = 0, kShortWindow = 0;
 };
 struct Blocks64 : Forward64 {
-  static constexpr int kBlockM = 128, kWarps = 8;
+  static constexpr int kBlockM = 128, kWarps = 8, kStages = 3;
   static constexpr bool kAnyBlocks = true;
 };
 // 48 + 120 KiB.
 struct Forward128 {
   static constexpr int kHeadDim = 128, kHeadDimV = 128, kBlockM = 192, kBlockN = 80, kWarps = 12;
   static constexpr int kStages = 3, kSlices = 1, kLeastKeys = 250, kSmallerDim = 64;
-  static constexpr int kMostKeys = 3000, kShort = 600, kShortWindow = 600;
+  static constexpr int kMostKeys = 3000;
+  static constexpr int kShort = 600, kShortCausal = 600, kShortWindow = 2000;
   static constexpr bool kPairs = false, kAnyBlocks = false, kBias = true, kAhead = true;
+};
+struct Windows128 : Forward128 {
+  static constexpr int kBlockN = 64, kShort = kNever, kShortCausal = 0, kShortWindow = 0;
 };
 // Dropout draws for 32 keys at a time. A bias is faster with Blocks128: 1.37 against 1.56 ms at 4 x
 // 4,096 tokens, 16 heads.
 struct General128 : Forward128 {
-  static constexpr int kBlockN = 64, kLeastKeys = 400, kShort = 0, kShortWindow = 0;
+  static constexpr int kBlockN = 64, kLeastKeys = 400;
+  static constexpr int kShort = 0, kShortCausal = 0, kShortWindow = 0;
   static constexpr bool kBias = false;
 };
 // 32 + 128 KiB.
@@ -57,7 +72,7 @@ struct Forward192 {
   static constexpr int kHeadDim = 192, kHeadDimV = 128, kBlockM = 192, kBlockN = 64, kWarps = 12;
   static constexpr int kStages = 3, kSlices = 1, kLeastKeys = 0, kSmallerDim = 128;
   static constexpr bool kPairs = false, kAnyBlocks = true, kBias = true, kAhead = true;
-  static constexpr int kMostKeys = 1 << 30;
+  static constexpr int kMostKeys = kNever;
 };
 // 64 + 128 KiB.
 struct Forward256 {

@@ -33,6 +33,9 @@ struct ScoreScale {
         inverse(1 / c) {}
 };
 
+// Columns of 8 keys whose weights weigh_ahead bounds by their sum.
+constexpr int kSumColumns = 4;
+
 template <class Element, int kRowBlocks>
 struct Softmax {
   static constexpr bool kExact = sizeof(Element) == 4;
@@ -182,21 +185,30 @@ struct Softmax {
                                               const ScoreScale& scale) const {
     static_assert(!kExact);
     const float base[2] = {__fmul_rn(m[0][0], scale.c), __fmul_rn(m[0][1], scale.c)};
+    float most[2] = {0, 0};
     sum[0] = sum[1] = 0;
 #pragma unroll
-    for (int n = 0; n < kColumns; ++n) {
+    for (int first = 0; first < kColumns; first += kSumColumns) {
+      float part[2] = {0, 0};
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        s[0][n][i] = ptx::exp2_approx(fmaf(s[0][n][i], scale.c, -base[i / 2]));
-      sum[0] += s[0][n][0] + s[0][n][1];
-      sum[1] += s[0][n][2] + s[0][n][3];
+      for (int n = first; n < first + kSumColumns && n < kColumns; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          s[0][n][i] = ptx::exp2_approx(fmaf(s[0][n][i], scale.c, -base[i / 2]));
+        part[0] += s[0][n][0] + s[0][n][1];
+        part[1] += s[0][n][2] + s[0][n][3];
+      }
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+        sum[h] += part[h], most[h] = fmaxf(most[h], part[h]);
     }
     // No weight of a sum is larger than it; a little less than the threshold, for their rounding.
     // A huge or infinite base is none of near_base.
     bool right = true;
 #pragma unroll
     for (int h = 0; h < 2; ++h)
-      right &= sum[h] <= 0.99f * fminf(fmaxf(2 * l[0][h], 1.0f), 256.0f) && fabsf(base[h]) <= kHuge;
+      right &=
+          most[h] <= 0.99f * fminf(fmaxf(2 * l[0][h], 1.0f), 256.0f) && fabsf(base[h]) <= kHuge;
     return right;
   }
 
