@@ -22,6 +22,8 @@
 // TaskState, kTasks | barriers: of each stage, full and empty | tiles.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/launch.h"
 #include "cuda/sm90/key_boxes.cuh"
 #include "cuda/sm90/persistent_consumer.cuh"
@@ -58,12 +60,14 @@ __device__ __forceinline__ void produce_tasks(const AttnParams& p,
     if (!state.exists) return;
     const int head = state.key_head;
     const int row = static_cast<int>(state.seq.k_row), batch = static_cast<int>(state.seq.k_batch);
+    // Its own where registers allow: each step reads and writes most of it.
+    std::conditional_t<(T::kProducerRegisters < 40), KvTiles&, KvTiles> walk = state.walk;
     StageTile tile, after;
-    bool more = state.walk.next(after);
+    bool more = walk.next(after);
     if (!more) after.n = -1;
     for (bool first = true; first || more; first = false) {
       tile = after;
-      more = more && state.walk.next(after);
+      more = more && walk.next(after);
       tile.last = !more;
       ptx::mbarrier_wait(pipe.k_empty(keys.stage()), keys.parity() ^ 1);
       *pipe.tile(barriers, keys.stage()) = tile;
@@ -141,11 +145,11 @@ inline int64_t persistent_workspace(const AttnParams& p) {
 // `grid`: unsplit. `keys`: that a row sees on average.
 template <class Element, class Tile>
 int persistent_blocks(const AttnParams& p, const ForwardGrid& grid, int keys) {
-  const bool lists =
-      p.pages.table != nullptr || (p.mask.blocks.index != nullptr && !Tile::kAnyBlocks);
-  const bool aligned =
-      p.head_dim_v % kChunk == 0 && copies_whole_chunks<Element>(p.out) && has_small_steps(p);
-  if (lists || !aligned || grid.splits > 1 || (has_window(p) && keys > Tile::kMostKeys)) return 0;
+  const bool aligned = p.head_dim_v % kChunk == 0 && copies_whole_chunks<Element>(p.out);
+  if (p.pages.table != nullptr || grid.splits > 1 || !aligned || !has_small_steps(p)) return 0;
+  if (has_window(p) && keys > Tile::kMostKeys) return 0;
+  const int64_t listed = int64_t{p.mask.blocks.width} * p.mask.block_k;
+  if (p.mask.blocks.index != nullptr && (!Tile::kAnyBlocks || listed > Tile::kMostListed)) return 0;
   int count = 0;
   if (count_multiprocessors(&count) != cudaSuccess) return 0;
   return grid.tasks > count ? count : 0;

@@ -12,9 +12,9 @@ namespace flash_attn::sm90 {
 //
 // Blocks that stay (persistent.cuh) in problems without a window, and in those with one whose rows
 // see at most kMostKeys on average: with more the tasks' order does more than their beginnings and
-// ends cost. Negative: never. Rows that see fewer keys than kShort (without a window), kShortCausal
-// (one without a left side) or kShortWindow are another tile's: of two warpgroups, or of fewer
-// keys.
+// ends cost. Negative: never. With block lists, where none lists more than kMostListed keys. Rows
+// that see fewer keys than kShort (without a window), kShortCausal (one without a left side) or
+// kShortWindow are another tile's: of two warpgroups, or of fewer keys.
 //
 // Three warpgroups where registers allow: the third fills in where the other two wait, and K and V
 // come for 192 rows at once. Keys a tile as many as registers hold without a spill: S, P and out
@@ -26,7 +26,7 @@ constexpr int kNever = 1 << 30;  // more keys than there are
 struct Forward64 {
   static constexpr int kHeadDim = 64, kHeadDimV = 64, kBlockM = 192, kBlockN = 128, kWarps = 12;
   static constexpr int kStages = 4, kSlices = 1, kLeastKeys = 380, kSmallerDim = 0;
-  static constexpr int kMostKeys = 6000;
+  static constexpr int kMostKeys = 6000, kMostListed = 0;
   static constexpr int kShort = 0, kShortCausal = 600, kShortWindow = 2000;
   static constexpr bool kPairs = false, kAnyBlocks = false, kBias = true, kAhead = true;
 };
@@ -41,14 +41,14 @@ struct General64 : Forward64 {
   static constexpr int kShort = 0, kShortCausal = 0, kShortWindow = 0;
 };
 struct Blocks64 : Forward64 {
-  static constexpr int kBlockM = 128, kWarps = 8, kStages = 3;
+  static constexpr int kBlockM = 128, kWarps = 8, kStages = 3, kMostListed = kNever;
   static constexpr bool kAnyBlocks = true;
 };
 // 48 + 120 KiB.
 struct Forward128 {
   static constexpr int kHeadDim = 128, kHeadDimV = 128, kBlockM = 192, kBlockN = 80, kWarps = 12;
   static constexpr int kStages = 3, kSlices = 1, kLeastKeys = 250, kSmallerDim = 64;
-  static constexpr int kMostKeys = 3000;
+  static constexpr int kMostKeys = 3000, kMostListed = 0;
   static constexpr int kShort = 600, kShortCausal = 600, kShortWindow = 2000;
   static constexpr bool kPairs = false, kAnyBlocks = false, kBias = true, kAhead = true;
 };
@@ -64,7 +64,7 @@ struct General128 : Forward128 {
 };
 // 32 + 128 KiB.
 struct Blocks128 : Forward128 {
-  static constexpr int kBlockM = 128, kBlockN = 128, kWarps = 8, kStages = 2;
+  static constexpr int kBlockM = 128, kBlockN = 128, kWarps = 8, kStages = 2, kMostListed = 2500;
   static constexpr bool kAnyBlocks = true;
 };
 // Latent attention's prefill, uncompressed: keys with a rotary part. 72 + 120 KiB.
@@ -72,14 +72,14 @@ struct Forward192 {
   static constexpr int kHeadDim = 192, kHeadDimV = 128, kBlockM = 192, kBlockN = 64, kWarps = 12;
   static constexpr int kStages = 3, kSlices = 1, kLeastKeys = 0, kSmallerDim = 128;
   static constexpr bool kPairs = false, kAnyBlocks = true, kBias = true, kAhead = true;
-  static constexpr int kMostKeys = kNever;
+  static constexpr int kMostKeys = kNever, kMostListed = 2500;
 };
 // 64 + 128 KiB.
 struct Forward256 {
   static constexpr int kHeadDim = 256, kHeadDimV = 256, kBlockM = 128, kBlockN = 64, kWarps = 8;
   static constexpr int kStages = 2, kSlices = 1, kLeastKeys = 0, kSmallerDim = 128;
   static constexpr bool kPairs = false, kAnyBlocks = true, kBias = true, kAhead = false;
-  static constexpr int kMostKeys = 300;
+  static constexpr int kMostKeys = 300, kMostListed = 2500;
 };
 
 }  // namespace flash_attn::sm90

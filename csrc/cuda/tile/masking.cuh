@@ -105,24 +105,35 @@ __device__ __forceinline__ void apply_mask(float (&s)[kRowBlocks][kColumns][4],
   }
 }
 
-// The same where nothing but windows and lengths hides keys; `key` is the tile's first.
+// Of a thread's keys of a tile, how many of the first ones come before `key`, counted from its own
+// first: of each 4 * run keys it has the first `run`.
+template <class Order>
+__device__ __forceinline__ int keys_before(int key) {
+  constexpr int kRun = Order::kRun == 0 ? 2 : Order::kRun;
+  key = max(key, 0);
+  return key / (4 * kRun) * kRun + min(key % (4 * kRun), kRun);
+}
+
+// The same where nothing but windows and lengths hides keys; `key` is the tile's first. As one word
+// of a row's visible keys: its bits become predicates several at a time.
 template <class Order = KeysInOrder, int kRowBlocks, int kColumns>
 __device__ __forceinline__ void apply_window(float (&s)[kRowBlocks][kColumns][4],
                                              const WarpRows& rows,
                                              int key) {
+  static_assert(kColumns <= 16);
+  const int first = key + Order::thread_key();
 #pragma unroll
   for (int b = 0; b < kRowBlocks; ++b) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const RowPlace row = rows(b, h);
-      const int first = key + Order::thread_key() - row.first_key;
-      const unsigned count = max(row.end_key - row.first_key, 0);
+      const uint32_t seen = low_bits(keys_before<Order>(row.end_key - first)) &
+                            ~low_bits(keys_before<Order>(row.first_key - first));
 #pragma unroll
       for (int n = 0; n < kColumns; ++n) {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-          if (static_cast<unsigned>(first + Order::column_key(n) + c) >= count)
-            s[b][n][2 * h + c] = -INFINITY;
+          if ((seen >> (2 * n + c) & 1u) == 0) s[b][n][2 * h + c] = -INFINITY;
         }
       }
     }
