@@ -44,6 +44,22 @@ __device__ __forceinline__ void add_product_if(bool wanted, float& sum, float a,
       : "f"(a), "f"(b), "r"(static_cast<int>(wanted)));
 }
 
+// selp under one bit of a word: x = -inf where it is 0. Several such in a row set their predicates
+// by one instruction.
+__device__ __forceinline__ void hide_unless(float& x, uint32_t word, uint32_t bit) {
+  asm("{ .reg .pred q;\n .reg .b32 t;\n and.b32 t, %1, %2;\n setp.ne.b32 q, t, 0;\n"
+      " selp.f32 %0, %0, 0fff800000, q; }"
+      : "+f"(x)
+      : "r"(word), "r"(bit));
+}
+
+// prmt.b32: bytes of two words, or the signs of bytes, by the four digits of `choice`.
+__device__ __forceinline__ uint32_t bytes_of(uint32_t a, uint32_t b, uint32_t choice) {
+  uint32_t r;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(choice));
+  return r;
+}
+
 // min.NaN: the lesser, NaN if one is. sm_75 has no such instruction, but two that do.
 __device__ __forceinline__ float min_or_nan(float x, float y) {
 #if __CUDA_ARCH__ >= 800

@@ -106,11 +106,17 @@ struct BiasTile {
     return (sides.rows > 1 ? position * sides.heads : 0) + (sides.heads > 1 ? head : 0);
   }
 
+  // What this thread names first where the warp reads as matrices.
+  __device__ __forceinline__ uint32_t place(int group) const {
+    const uint32_t lane = threadIdx.x % 32, row = line(lane % 16, group);
+    return buffer() + row * 128 + (lane / 16 ^ row % 8) * 16;
+  }
+
   __device__ __forceinline__ void ask(
       const Bias& bias, const WarpRows& rows, int batch, int n, int width) {
     __syncwarp();  // all lanes have read what is there
     coming = n;
-    if (threadIdx.x % 32 != 0) return;
+    if (!ptx::elect()) return;
     const RowPlace first = rows.place[0];
     const int at_head = bias.head != 0 ? first.head : 0,
               at_row = bias.row != 0 ? first.position : 0;
@@ -141,16 +147,68 @@ struct BiasTile {
     wait();
   }
 
-  // To the scores of tile n, which is there; what is brought next is the tile before it.
-  template <bool kMask>
-  __device__ __forceinline__ void add(
-      Scores& s, const Bias& bias, float unit, const WarpRows& rows, int batch, int n, int width) {
-    if constexpr (kMask) {
-      hide(s, rows.group);
-    } else {
-      add_numbers(s, unit, rows.group);
-    }
+  // What is there has been read; the tile before n is brought next.
+  __device__ __forceinline__ void fetch_before(
+      const Bias& bias, const WarpRows& rows, int batch, int n, int width) {
     if (n > 0) ask(bias, rows, batch, n - 1, width);
+  }
+
+  // To the scores of the tile that is there.
+  __device__ __forceinline__ void add(Scores& s, float unit, uint32_t at) const {
+    each_number(at, [&](int n, int i, float more) { add_to(s[0][n][i], unit, more); });
+  }
+
+  // use(n, i, bias), for element i of the n-th eight columns.
+  template <class Use>
+  __device__ __forceinline__ void each_number(uint32_t at, const Use& use) const {
+#pragma unroll
+    for (int n = 0; n < kColumns; n += 2) {
+      if (n == kColumns / 4 * 2) __syncwarp();  // not all at once: registers are few
+      uint32_t pairs[4];
+      ptx::load_matrix_x4(pairs, (at ^ (n % 8 * 16)) + n / 8 * kPanel);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        const int h = e / 2 % 2;
+        use(n + e / 4, 2 * h + e % 2, number(pairs[e / 4 * 2 + h], e % 2 != 0));
+      }
+    }
+  }
+
+  // The booleans of the tile that is there, of this thread's two rows: bit visible_bit(n, c) for
+  // its column c of the n-th eight. They are read four neighbours a thread, as matrices of 16 bits,
+  // packed, and exchanged with the three other threads of the rows.
+  __device__ __forceinline__ void read_bits(uint32_t (&bits)[2], uint32_t at) const {
+    uint32_t read[2] = {0, 0};
+#pragma unroll
+    for (int n = 0; n < kColumns; n += 4) {
+      uint32_t fours[4];
+      ptx::load_matrix_x4(fours, at ^ (n / 2 * 16));
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const uint32_t eight = __dp4a(fours[h], 0x08040201u, __dp4a(fours[2 + h], 0x80402010u, 0u));
+        read[h] += eight << 2 * n;
+      }
+    }
+    const int thread = threadIdx.x % 4, from = threadIdx.x % 32 - thread + thread / 2;
+    const int shift = thread % 2 * 2;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const uint32_t even = __shfl_sync(0xffffffffu, read[h], from) >> shift;
+      const uint32_t odd = __shfl_sync(0xffffffffu, read[h], from + 2) << (2 - shift);
+      bits[h] = (even & 0x33333333u) | (odd & 0xccccccccu);
+    }
+  }
+  __device__ __forceinline__ static constexpr int visible_bit(int n, int c) {
+    return 2 * n + c;
+  }
+
+  __device__ __forceinline__ static void hide(Scores& s, const uint32_t (&bits)[2]) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+      for (int e = 0; e < 2 * kColumns; ++e)
+        ptx::hide_unless(s[0][e / 2][2 * h + e % 2], bits[h], 1u << visible_bit(e / 2, e % 2));
+    }
   }
 
   // To the scores of any tile, slowly. Nothing from key `end` on is read.
@@ -185,36 +243,6 @@ struct BiasTile {
   // -inf hides even a score that is inf.
   __device__ __forceinline__ static void add_to(float& x, float unit, float more) {
     x = fmaf(ptx::min_or_nan(x, 3.4e38f), unit, more);
-  }
-
-  __device__ __forceinline__ void add_numbers(Scores& s, float unit, int group) const {
-    const int lane = threadIdx.x % 32, row = line(lane % 16, group);
-    const uint32_t first = buffer() + row * 128, swizzled = (lane / 16 ^ row % 8) * 16;
-#pragma unroll
-    for (int n = 0; n < kColumns; n += 2) {
-      if (n == kColumns / 4 * 2) __syncwarp();  // not all at once: registers are few
-      uint32_t pairs[4];
-      ptx::load_matrix_x4(pairs, first + (swizzled ^ (n % 8 * 16)) + n / 8 * kPanel);
-#pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        const int h = e / 2 % 2;
-        add_to(s[0][n + e / 4][2 * h + e % 2], unit, number(pairs[e / 4 * 2 + h], e % 2 != 0));
-      }
-    }
-  }
-
-  __device__ __forceinline__ void hide(Scores& s, int group) const {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int row = line(fragment_row(2 * h), group);
-      const uint32_t first = buffer() + row * 128 + fragment_column(0), swizzle = row % 8 * 16;
-#pragma unroll
-      for (int n = 0; n < kColumns; ++n) {
-        const uint32_t two = ptx::load_shared_2(first + (swizzle ^ (n / 2 * 16)) + n % 2 * 8);
-        if ((two & 0xffu) == 0) s[0][n][2 * h] = -INFINITY;
-        if (two < 0x100u) s[0][n][2 * h + 1] = -INFINITY;
-      }
-    }
   }
 
   __device__ __forceinline__ static float element(const Bias& bias, int64_t at) {

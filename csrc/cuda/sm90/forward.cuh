@@ -176,7 +176,7 @@ int launch_forward(const AttnParams& p, const Plan& plan, void* workspace, void*
   ForwardMaps maps = {};
   if (!make_key_maps(&maps, p, Tile::kBlockN, plan.block_n)) return cudaErrorInvalidValue;
   if (kScore == Score::kGeneral) {
-    maps.cap = CapSeries(grid.steps.inside);
+    maps.cap = CapSeries(grid.steps.inside, grid.scale.c);
     if (!make_bias_map(&maps.bias, p, plan.group)) return cudaErrorInvalidValue;
     const bool shared = p.bias.ptr != nullptr && p.bias.batch == 0 && p.bias.row != 0;
     if (shared && p.seq_q.cu_seqlens == nullptr && plan.num_splits == 1) maps.sharing = p.batch;
@@ -196,6 +196,7 @@ int launch_forward(const AttnParams& p, const Plan& plan, void* workspace, void*
 template <class Tile>
 bool takes_forward(const AttnParams& p) {
   if (max_of(p.head_dim, p.head_dim_v) <= Tile::kSmallerDim) return false;
+  if (!Tile::kDropout && p.dropout.philox != nullptr) return false;
   if constexpr (!Tile::kAnyBlocks) {
     const bool few = int64_t{p.seqlen_q} * p.group_size() <= 128;
     const bool cuts = p.mask.block_q % Tile::kBlockM != 0 || p.mask.block_k % Tile::kBlockN != 0;
@@ -218,7 +219,7 @@ template <class Tile>
 bool pays_forward(const AttnParams& p) {
   const auto brings = [&](int group) { return bias_sides(p.bias, group).rows > 0; };
   const bool bias = p.bias.ptr != nullptr;
-  if (bias && !(Tile::kBias && brings(1) && brings(p.group_size()))) return false;
+  if (bias && !(brings(1) && brings(p.group_size()))) return false;
   constexpr int kLeastBox = 4, kFewRows = 32, kMultiprocessors = 132, kLeastPaged = 256;
   const bool paged = p.pages.table != nullptr;
   const int width = tile_within(p.mask.block_k, Tile::kBlockN);

@@ -18,7 +18,7 @@ struct Consumer {
   using Scores = float[1][kColumns][4];
   using Weights = uint32_t[Tile::kBlockN / 16][4];
   using Out = float[1][kOutColumns][4];
-  static constexpr bool kAhead = Tile::kAhead && kScore == Score::kPlain;
+  static constexpr bool kAhead = Tile::kAhead;
   static constexpr Feature kAny = kScore == Score::kPlain ? Feature::kNone : Feature::kSeveral;
 
   const AttnParams& p;
@@ -90,6 +90,16 @@ struct Consumer {
     release_v();
   }
 
+  // Weights as operands of the next product, after the last one.
+  template <Feature kOnly>
+  __device__ __forceinline__ void take(Weights& to,
+                                       const Scores& s,
+                                       const FeatureRegisters& held,
+                                       int n) const {
+    to_operands<Element>(to, s);
+    features.template drop<kOnly>(to, held, n);
+  }
+
   // 6. The last product.
   __device__ __forceinline__ void add_last() {
     wait_v(before);
@@ -128,61 +138,137 @@ struct Consumer {
     Scores s;
     float factor[2];
     multiply_qk(s);
-    features.template begin<kAny>(tile.n);
+    FeatureRegisters held = features.template hold<kAny>();
+    features.template begin<kAny>(held, tile.n);
     wait_scores<0>(s);
     release_k();
-    features.template score<kAny>(s, tile.n, softmax, grid.scale);
+    features.template score<kAny>(s, held, tile.n, softmax, grid.scale);
     hide(s, tile);
     weigh(softmax, s, factor, grid.scale);
-    features.template drop<kAny>(s, tile.n);
-    to_operands<Element>(weights, s);
+    features.template drop_slowly<kAny>(s, tile.n);
+    take<kAny>(weights, s, held, tile.n);
     before = tile.n;
   }
 
   // 2 to 5 of a later tile; with kWhole of one that hides nothing, after another such, where the
   // problem has kOnly alone.
   template <Feature kOnly, bool kWhole>
-  __device__ __forceinline__ void step(const KvTile& tile) {
+  __device__ __forceinline__ void step(const KvTile& tile, FeatureRegisters& held) {
     Scores s;
     float factor[2];
     multiply_qk(s);
     kWhole ? wait_v() : wait_v(before);
     multiply_pv();
-    features.template begin<kOnly>(tile.n);
+    features.template begin<kOnly>(held, tile.n);
     wait_scores(s);
     release_k();
-    const bool may_rise = features.template score<kOnly>(s, tile.n, softmax, grid.scale);
+    const bool may_rise = features.template score<kOnly>(s, held, tile.n, softmax, grid.scale);
     if constexpr (!kWhole) hide(s, tile);
     const bool raised = weigh(softmax, s, factor, grid.scale, may_rise);
     if constexpr (kScore == Score::kGeneral) ptx::settle(softmax.l[0][0] + softmax.l[0][1]);
-    features.template drop<kOnly>(s, tile.n);
+    features.template drop_slowly<kOnly>(s, tile.n);
     wait_out();
-    to_operands<Element>(weights, s);
+    take<kOnly>(weights, s, held, tile.n);
     before = tile.n;
     if (raised) rescale(out, factor);
     if constexpr (kAhead) calm.note(raised);
   }
 
-  // The same of a tile that hides nothing, after another such; by the features' own loop.
-  __device__ __forceinline__ void step_alone(const KvTile& tile) {
+  // The same of a whole tile without looking for the maximum. With a feature as weigh_tile_ahead
+  // (products.cuh) does it without.
+  template <Feature kOnly>
+  __device__ __forceinline__ void step_ahead(const KvTile& tile, FeatureRegisters& held) {
     if constexpr (kScore == Score::kPlain) {
-      step<kAny, true>(tile);
+      weigh_tile_ahead<Element>(*this);
     } else {
-      switch (features.only) {
-        case Feature::kCap: return step<Feature::kCap, true>(tile);
-        case Feature::kAlibi: return step<Feature::kAlibi, true>(tile);
-        case Feature::kBias: return step<Feature::kBias, true>(tile);
-        case Feature::kMask: return step<Feature::kMask, true>(tile);
-        case Feature::kDropout: return step<Feature::kDropout, true>(tile);
-        default: return step<kAny, false>(tile);
+      weigh_features_ahead<kOnly>(tile, held);
+    }
+    before = tile.n;
+  }
+  template <Feature kOnly>
+  __device__ __forceinline__ void weigh_features_ahead(const KvTile& tile, FeatureRegisters& held) {
+    Scores s;
+    Weights next;
+    float factor[2], sum[2];
+    multiply_qk(s);
+    wait_v();
+    multiply_pv();
+    features.template begin<kOnly>(held, tile.n);
+    wait_scores(s);
+    const bool right =
+        features.template weigh_ahead<kOnly>(s, sum, held, tile.n, softmax, grid.scale);
+    const bool again = some_of_group(!right);
+    // Dropout's work while the last product is under way.
+    constexpr bool kEarly = kOnly == Feature::kDropout;
+    if (!again) {
+      release_k();
+      if constexpr (kEarly) {
+        take<kOnly>(next, s, held, tile.n);
+        ptx::settle<kColumns * 2>(&next[0][0]);
+      }
+    }
+    wait_out();
+    features.template end_ahead<kOnly>(held, tile.n, !again);
+    if (__builtin_expect(again, 0)) {
+      calm.begin(false);
+      multiply_qk(s);
+      wait_scores<0>(s);
+      release_k();
+      const bool may_rise = features.template score<kOnly>(s, held, tile.n, softmax, grid.scale);
+      if (weigh(softmax, s, factor, grid.scale, may_rise)) rescale(out, factor);
+      take<kOnly>(weights, s, held, tile.n);
+    } else {
+      softmax.l[0][0] += sum[0], softmax.l[0][1] += sum[1];
+      if constexpr (kEarly) {
+#pragma unroll
+        for (int e = 0; e < kColumns * 2; ++e)
+          weights[e / 4][e % 4] = next[e / 4][e % 4];
+      } else {
+        take<kOnly>(weights, s, held, tile.n);
       }
     }
   }
 
-  // The same without looking for the maximum.
-  __device__ __forceinline__ void step_ahead(const KvTile& tile) {
-    weigh_tile_ahead<Element>(*this);
-    before = tile.n;
+  // 2 to 5 of any tile.
+  __device__ __forceinline__ void step_any(const KvTile& tile) {
+    FeatureRegisters held = features.template hold<kAny>();
+    step<kAny, false>(tile, held);
+  }
+
+  // Plain scores have such steps only while weights are made ahead: less code.
+  __device__ __forceinline__ bool has_whole_steps() const {
+    return kScore == Score::kGeneral || !kAhead || calm;
+  }
+
+  // Steps of a tile that hides nothing, after another such, and of all such that follow it: a loop
+  // of its own for each feature. The first tile that is another.
+  template <Feature kOnly>
+  __device__ __forceinline__ KvTile whole_tiles_of(KvTile tile) {
+    FeatureRegisters held = features.template hold<kOnly>();
+    do {
+      if (kAhead && (kScore == Score::kPlain || calm)) {
+        step_ahead<kOnly>(tile, held);
+      } else {
+        step<kOnly, true>(tile, held);
+      }
+      tile = wait_k();
+    } while (tile.n >= 0 && tile.full && has_whole_steps());
+    return tile;
+  }
+  __device__ __forceinline__ KvTile whole_tiles(const KvTile& tile) {
+    if constexpr (kScore == Score::kGeneral) {
+      if constexpr (Tile::kDropout) {
+        if (features.only == Feature::kDropout) return whole_tiles_of<Feature::kDropout>(tile);
+      }
+      switch (features.only) {
+        case Feature::kCap: return whole_tiles_of<Feature::kCap>(tile);
+        case Feature::kAlibi: return whole_tiles_of<Feature::kAlibi>(tile);
+        case Feature::kBias: return whole_tiles_of<Feature::kBias>(tile);
+        case Feature::kMask: return whole_tiles_of<Feature::kMask>(tile);
+        default: step_any(tile); return wait_k();
+      }
+    }
+    return whole_tiles_of<kAny>(tile);
   }
 };
 
@@ -195,26 +281,20 @@ __device__ __forceinline__ void consume(Consumer<Element, Tile, kScore>& self) {
   self.begin(tile);
   if constexpr (C::kAhead) self.calm = Calm(tile.full);
   bool full_before = tile.full;
-  while (true) {
-    tile = self.wait_k();
-    if (tile.n < 0) break;
-    const bool whole = tile.full && full_before;
-    full_before = tile.full;
-    if constexpr (C::kAhead) {
-      if (whole && self.calm) {
-        self.step_ahead(tile);
-        continue;
-      }
-    } else if (whole) {
-      self.step_alone(tile);
+  tile = self.wait_k();
+  while (tile.n >= 0) {
+    if (tile.full && full_before && self.has_whole_steps()) {
+      tile = self.whole_tiles(tile);
       continue;
     }
+    full_before = tile.full;
     if (!self.sees(tile)) {  // left of a window: nothing more comes for these rows
       self.add_last();
       self.skip(tile);
       return;
     }
-    self.template step<C::kAny, false>(tile);
+    self.step_any(tile);
+    tile = self.wait_k();
   }
   self.add_last();
 }

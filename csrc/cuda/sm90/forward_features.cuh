@@ -12,19 +12,35 @@ namespace flash_attn::sm90 {
 
 // tanh(inside * x) where |inside * x| <= 1: x times a series in x^2, off by at most 8e-5 of it.
 struct CapSeries {
+  static constexpr float kNegligible = 20;  // weights of 2^-20 of the largest
+
   float inside = 0, factor[4] = {};  // inside is 0 where its powers are no numbers to reckon with
+  // Where c is the softmax's: factor * c; and of a shorter series that serves while |inside * x| is
+  // at most 0.6, off by at most 6.4e-5, and grows with x everywhere. 0 where c is too small for it.
+  float exponent[4] = {}, near_exponent[3] = {};
+  float near = 0;  // exponents that it serves are at most this
 
   CapSeries() = default;
-  __host__ explicit CapSeries(double of) {
+  __host__ CapSeries(double of, double c) {
     if (of < 1e-4 || of > 1e4) return;
     inside = static_cast<float>(of);
     const double series[] = {0.9999185800552368, -0.3306542932987213, 0.11889753490686417,
                              -0.026629667729139328};
+    const double near_series[] = {0.9999368558561877, -0.3301280614571159, 0.10839797191186523};
     double power = of;
-    for (int i = 0; i < 4; ++i, power *= of * of)
+    for (int i = 0; i < 4; ++i, power *= of * of) {
       factor[i] = static_cast<float>(series[i] * power);
+      exponent[i] = static_cast<float>(series[i] * power * c);
+      if (i < 3) near_exponent[i] = static_cast<float>(near_series[i] * power * c);
+    }
+    near = static_cast<float>(0.536 * c);
+    if (near < kNegligible) near = 0;
   }
 };
+
+__device__ __forceinline__ float polynomial(const float (&factor)[4], float x) {
+  return fmaf(fmaf(fmaf(factor[3], x, factor[2]), x, factor[1]), x, factor[0]);
+}
 
 // As cap_scores; where no score of the warp is beyond the cap, by the series, without special
 // functions. `bound`: what no score of this thread's rows exceeds then. All lanes.
@@ -48,10 +64,7 @@ __device__ __forceinline__ void cap_tile(float (&s)[1][kColumns][4],
 #pragma unroll
   for (int e = 0; e < kColumns * 4; ++e) {
     float& x = s[0][e / 4][e % 4];
-    const float square = x * x;
-    float y = fmaf(series.factor[3], square, series.factor[2]);
-    y = fmaf(y, square, series.factor[1]);
-    x *= fmaf(y, square, series.factor[0]);
+    x *= polynomial(series.factor, x * x);
   }
 }
 
@@ -141,11 +154,22 @@ enum class Feature : uint8_t { kNone, kCap, kAlibi, kBias, kMask, kDropout, kSev
 template <class Element, class Tile>
 constexpr int kFeatureBytes = Tile::kWarps*(BiasTile<Element, Tile>::kBytes + 8);
 
+// What a thread keeps of the features for the tiles of a loop; only what its features need is ever
+// set, and takes registers.
+struct FeatureRegisters {
+  PhiloxRow row;
+  float slope[2];    // of the thread's two rows
+  int away[2];       // their keys at distance 0
+  uint32_t at;       // BiasTile::place
+  uint32_t bits[2];  // of a boolean mask's tile
+};
+
 // A warp's features. All functions: all lanes.
 template <class Element, class Tile>
 struct Features {
   static constexpr int kColumns = Tile::kBlockN / 8;
   using Scores = float[1][kColumns][4];
+  using Weights = uint32_t[kColumns / 2][4];
 
   const AttnParams& p;
   const ForwardGrid& grid;
@@ -155,9 +179,6 @@ struct Features {
   BiasTile<Element, Tile> bias;
   Feature only;
   bool whole;  // dropout by whole calls: tiles begin at multiples of 16 rows and 32 keys
-  PhiloxRow row;
-  float slope[2];  // of the thread's two rows
-  int away[2];     // their keys at distance 0
 
   // smem: kFeatureBytes, at a multiple of 1024.
   __device__ __forceinline__ Features(const AttnParams& p_,
@@ -167,8 +188,7 @@ struct Features {
                                       const BiasMap& map,
                                       uint32_t smem)
       : p(p_), grid(grid_), steps(grid.steps), series(series_), state(state_), bias(map, smem) {
-    const WarpRows rows = warp_rows();
-    const bool drops = p.dropout.philox != nullptr, slopes = p.alibi.slopes != nullptr;
+    const bool drops = has_dropout(), slopes = p.alibi.slopes != nullptr;
     const bool adds = p.bias.ptr != nullptr;
     only = drops            ? Feature::kDropout
            : slopes         ? Feature::kAlibi
@@ -177,33 +197,53 @@ struct Features {
            : p.bias.boolean ? Feature::kMask
                             : Feature::kBias;
     // The compiler is to see that all lanes agree.
-    whole = rows.group == 1 && state.task.begin % 16 == 0 && grid.block_n % 32 == 0;
-    if (drops + slopes + steps.capped + adds > 1 || steps.factor != 1 || (drops && !whole) ||
-        (adds && map.sides.rows == 0))
+    whole = state.task.rows.group == 1 && state.task.begin % 16 == 0 && grid.block_n % 32 == 0;
+    const bool half = p.dropout.keep_below >= 0x8000u;
+    if (drops + slopes + steps.capped + adds > 1 || steps.factor != 1 ||
+        (drops && !(whole && half)) || (adds && map.sides.rows == 0))
       only = Feature::kSeveral;
-    if (drops) {
-      row = PhiloxRow(DropoutMask(p, state.task.batch, rows.place[0].head),
-                      rows.first / 2 + fragment_row(0));
+  }
+
+  // For the tiles of a loop.
+  template <Feature kOnly>
+  __device__ __forceinline__ FeatureRegisters hold() const {
+    constexpr bool kAny = kOnly == Feature::kSeveral;
+    FeatureRegisters held;
+    const WarpRows rows = warp_rows();
+    if (kOnly == Feature::kDropout || (kAny && has_dropout() && whole)) {
+      held.row = PhiloxRow(DropoutMask(p, state.task.batch, rows.place[0].head),
+                           rows.first / 2 + fragment_row(0));
     }
+    if (kOnly == Feature::kAlibi || (kAny && p.alibi.slopes != nullptr)) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      if (slopes)
-        slope[h] = p.alibi.slopes[state.task.batch * p.alibi.batch + rows(0, h).head] * steps.slope;
-      away[h] = rows(0, h).position + state.seq.k_len - state.seq.q_len - fragment_column(0);
+      for (int h = 0; h < 2; ++h) {
+        const RowPlace place = rows(0, h);
+        held.slope[h] = p.alibi.slopes[state.task.batch * p.alibi.batch + place.head] * steps.slope;
+        held.away[h] = place.position + state.seq.k_len - state.seq.q_len - fragment_column(0);
+      }
     }
+    if (kOnly == Feature::kBias || kOnly == Feature::kMask || kAny)
+      held.at = bias.place(rows.group);
+    return held;
   }
 
   // Before the scores of a tile are waited for.
   template <Feature kOnly>
-  __device__ __forceinline__ void begin(int n) {
+  __device__ __forceinline__ void begin(FeatureRegisters& held, int n) {
     constexpr bool kBoxes = kOnly == Feature::kMask || kOnly == Feature::kBias;
-    if (kBoxes || (kOnly == Feature::kSeveral && bias.from.sides.rows != 0))
+    if (kBoxes || (kOnly == Feature::kSeveral && bias.from.sides.rows != 0)) {
       bias.fetch(p.bias, warp_rows(), state.task.batch, n, grid.block_n);
+      if (kOnly == Feature::kMask || (kOnly == Feature::kSeveral && p.bias.boolean)) {
+        bias.read_bits(held.bits, held.at);
+        fetch_before(n);
+      }
+    }
   }
 
   // Whether the scores may ask for a higher m.
   template <Feature kOnly>
   __device__ __forceinline__ bool score(Scores& s,
+                                        const FeatureRegisters& held,
                                         int n,
                                         const Softmax<Element, 1>& softmax,
                                         const ScoreScale& scale) {
@@ -212,10 +252,12 @@ struct Features {
       cap_tile<Element>(s, steps.inside, series, bound);
       return __any_sync(0xffffffffu, softmax.may_pass(bound, scale));
     } else if constexpr (kOnly == Feature::kAlibi) {
-      slant(s, n);
-    } else if constexpr (kOnly == Feature::kBias || kOnly == Feature::kMask) {
-      bias.template add<kOnly == Feature::kMask>(s, p.bias, steps.unit, warp_rows(),
-                                                 state.task.batch, n, grid.block_n);
+      slant(s, held, n);
+    } else if constexpr (kOnly == Feature::kBias) {
+      bias.add(s, steps.unit, held.at);
+      fetch_before(n);
+    } else if constexpr (kOnly == Feature::kMask) {
+      bias.hide(s, held.bits);
     } else if constexpr (kOnly == Feature::kSeveral) {
       if (only == Feature::kNone || only == Feature::kDropout) return true;
       if (steps.capped) cap_tile<Element>(s, steps.inside, series, bound);
@@ -224,26 +266,111 @@ struct Features {
         for (int e = 0; e < kColumns * 4; ++e)
           s[0][e / 4][e % 4] *= steps.factor;
       }
-      if (p.alibi.slopes != nullptr) slant(s, n);
-      if (p.bias.ptr != nullptr) add_bias(s, n);
+      if (p.alibi.slopes != nullptr) slant(s, held, n);
+      if (p.bias.ptr != nullptr) add_bias(s, held, n);
     }
     return true;
   }
 
-  // Zeroes the weights that dropout drops.
+  // Scores -> weights by the m that is there, and their sums; false where they are of no use
+  // (Softmax::weigh_ahead), and then begin has not been undone: `score` may follow.
   template <Feature kOnly>
-  __device__ __forceinline__ void drop(Scores& s, int n) const {
-    if constexpr (kOnly == Feature::kDropout) {
-      drop_calls(s, n);
-    } else if constexpr (kOnly == Feature::kSeveral) {
-      if (p.dropout.philox == nullptr) return;
-      if (whole) {
-        drop_calls(s, n);
-      } else {
-        by_copy(s, [&](float(&copy)[kColumns][4]) {
-          drop_by_element(copy, p, warp_rows(), state.task.batch, n * grid.block_n);
+  __device__ __forceinline__ bool weigh_ahead(Scores& s,
+                                              float (&sum)[2],
+                                              const FeatureRegisters& held,
+                                              int n,
+                                              const Softmax<Element, 1>& softmax,
+                                              const ScoreScale& scale) {
+    const float c = scale.c;
+    if constexpr (kOnly == Feature::kCap) {
+      if (series.near > 0) {
+        const float(&f)[3] = series.near_exponent;
+        bool right = softmax.weigh_ahead(s, sum, scale, [&](float x, int, int, float base) {
+          const float square = x * x;
+          return fmaf(x, fmaf(fmaf(f[2], square, f[1]), square, f[0]), -base);
         });
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          // A score beyond the series has a weight beyond this, or, below, one of no importance.
+          const float base = __fmul_rn(softmax.m[0][h], c);
+          right &= sum[h] <= ptx::exp2_approx(series.near - base) &&
+                   base >= CapSeries::kNegligible - series.near;
+        }
+        return right;
       }
+      float squares[2] = {0, 0};
+      const bool right = softmax.weigh_ahead(s, sum, scale, [&](float x, int, int i, float base) {
+        const float square = x * x;
+        squares[i / 2] += square;
+        return fmaf(x, polynomial(series.exponent, square), -base);
+      });
+      const float inside = series.inside * series.inside;
+      return right && inside > 0 && fmaxf(squares[0], squares[1]) * inside <= 1;
+    } else if constexpr (kOnly == Feature::kAlibi) {
+      float distance[2], slant_by[2];
+      bool mixed = false;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int far = held.away[h] - n * grid.block_n;
+        mixed |= far > 0 && far < 8 * kColumns - 7;
+        distance[h] = static_cast<float>(far);
+        slant_by[h] = (far > 0 ? held.slope[h] : -held.slope[h]) * c;
+      }
+      if (__any_sync(0xffffffffu, mixed)) {
+        slant(s, held, n);
+        return softmax.weigh_ahead(s, sum, scale);
+      }
+      return softmax.weigh_ahead(s, sum, scale, [&](float x, int k, int i, float base) {
+        const float of_row = fmaf(-slant_by[i / 2], distance[i / 2], -base);
+        return fmaf(x, c, fmaf(slant_by[i / 2], static_cast<float>(8 * k + i % 2), of_row));
+      });
+    } else if constexpr (kOnly == Feature::kBias) {
+      const float unit = steps.unit * c;
+      const float base[2] = {__fmul_rn(softmax.m[0][0], c), __fmul_rn(softmax.m[0][1], c)};
+      bias.each_number(held.at, [&](int k, int i, float more) {
+        s[0][k][i] = fmaf(s[0][k][i], unit, fmaf(more, c, -base[i / 2]));
+      });
+      return softmax.weigh_ahead(s, sum, scale, [&](float x, int, int, float) { return x; });
+    } else {
+      if constexpr (kOnly == Feature::kMask) bias.hide(s, held.bits);
+      return softmax.weigh_ahead(s, sum, scale);
+    }
+  }
+
+  // After weigh_ahead, which was right, or was not and `score` follows.
+  template <Feature kOnly>
+  __device__ __forceinline__ void end_ahead(FeatureRegisters& held, int n, bool right) {
+    if constexpr (kOnly == Feature::kBias) {
+      if (right) fetch_before(n);
+    }
+    // The compiler would keep a predicate for each bit until then.
+    if constexpr (kOnly == Feature::kMask) {
+      if (right) return;
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+        held.bits[h] = __shfl_sync(0xffffffffu, held.bits[h], threadIdx.x % 32);
+    }
+  }
+
+  // Zeroes the weights that dropout drops, where it does not do so by whole calls.
+  template <Feature kOnly>
+  __device__ __forceinline__ void drop_slowly(Scores& s, int n) const {
+    if constexpr (kOnly == Feature::kSeveral) {
+      if (!has_dropout() || whole) return;
+      by_copy(s, [&](float(&copy)[kColumns][4]) {
+        drop_by_element(copy, p, warp_rows(), state.task.batch, n * grid.block_n);
+      });
+    }
+  }
+
+  // The same where it does.
+  template <Feature kOnly>
+  __device__ __forceinline__ void drop(Weights& weights,
+                                       const FeatureRegisters& held,
+                                       int n) const {
+    if constexpr (kOnly == Feature::kDropout) drop_calls<true>(weights, held.row, n);
+    if constexpr (kOnly == Feature::kSeveral) {
+      if (has_dropout() && whole) drop_calls<false>(weights, held.row, n);
     }
   }
 
@@ -253,42 +380,65 @@ struct Features {
   }
 
  private:
+  __device__ __forceinline__ bool has_dropout() const {
+    return Tile::kDropout && p.dropout.philox != nullptr;
+  }
+
   __device__ __forceinline__ WarpRows warp_rows() const {
     return state.warp_rows(ptx::thread_index() / 32 * 16);
   }
 
-  // A call of Philox covers rows g, g + 8 and the same column of four neighbouring accumulators.
-  __device__ __forceinline__ void drop_calls(Scores& s, int n) const {
-    static_assert(Tile::kBlockN % 32 == 0);
-    const float limit = 8388608.0f + static_cast<float>(p.dropout.keep_below);
+  // The tile before n is brought next.
+  __device__ __forceinline__ void fetch_before(int n) {
+    bias.fetch_before(p.bias, warp_rows(), state.task.batch, n, grid.block_n);
+  }
+
+  // A call of Philox covers rows g, g + 8 and the same column of four neighbouring accumulators:
+  // two calls serve four pairs of neighbours in each of the rows. kHalf: half of the weights are
+  // kept or more.
+  template <bool kHalf>
+  __device__ __forceinline__ void drop_calls(Weights& weights, const PhiloxRow& row, int n) const {
+    static_assert(!Tile::kDropout || Tile::kBlockN % 32 == 0);
 #pragma unroll
-    for (int i = 0; i < kColumns / 2; ++i) {
-      const Philox4 call = row(n * (grid.block_n / 4) + i / 2 * 8 + fragment_column(i));
+    for (int block = 0; block < kColumns / 4; ++block) {
+      const uint32_t column = n * (grid.block_n / 4) + block * 8 + fragment_column(0);
+      const Philox4 even = row(column), odd = row(column + 1);
 #pragma unroll
-      for (int lane = 0; lane < 8; ++lane) {
-        // The lane as the mantissa of 2^23 + lane: limit - that is 1 or more where it is kept.
-        const uint32_t word = call.word[lane / 2];
-        const uint32_t number = __byte_perm(word, 0x4b00u, lane % 2 == 0 ? 0x5410 : 0x5432);
-        s[0][i / 2 * 4 + lane % 4][lane / 4 * 2 + i % 2] *=
-            __saturatef(limit - __uint_as_float(number));
+      for (int w = 0; w < 4; ++w) {
+        const uint32_t a = signs<kHalf>(even.word[w]), b = signs<kHalf>(odd.word[w]);
+        uint32_t(&pairs)[4] = weights[block * 2 + w % 2];
+        pairs[w / 2] &= ~ptx::bytes_of(a, b, 0xdd99);
+        pairs[w / 2 + 2] &= ~ptx::bytes_of(a, b, 0xffbb);
       }
     }
+  }
+
+  // The highest bits of both halves of a word: whether they are keep_below or more.
+  template <bool kHalf>
+  __device__ __forceinline__ uint32_t signs(uint32_t word) const {
+    if constexpr (kHalf) {
+      const uint32_t least = (p.dropout.keep_below - 0x8000u) * 0x10001u;
+      return __vmaxu2(word, least) - least;
+    }
+    const uint32_t more = (0x10000u - p.dropout.keep_below) * 0x10001u;
+    const uint32_t sum = (word & 0x7fff7fffu) + (more & 0x7fff7fffu);
+    return (word & more) | ((word | more) & sum);  // the carry of word + more
   }
 
   // As apply_alibi.
-  __device__ __forceinline__ void slant(Scores& s, int n) const {
+  __device__ __forceinline__ void slant(Scores& s, const FeatureRegisters& held, int n) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float distance = static_cast<float>(away[h] - n * grid.block_n);
+      const float distance = static_cast<float>(held.away[h] - n * grid.block_n);
 #pragma unroll
       for (int e = 0; e < 2 * kColumns; ++e) {
         float& x = s[0][e / 2][2 * h + e % 2];
-        x = fmaf(-slope[h], fabsf(distance - static_cast<float>(8 * (e / 2) + e % 2)), x);
+        x = fmaf(-held.slope[h], fabsf(distance - static_cast<float>(8 * (e / 2) + e % 2)), x);
       }
     }
   }
 
-  __device__ __forceinline__ void add_bias(Scores& s, int n) {
+  __device__ __forceinline__ void add_bias(Scores& s, const FeatureRegisters& held, int n) {
     const WarpRows rows = warp_rows();
     const int batch = state.task.batch;
     if (bias.from.sides.rows == 0) {
@@ -297,9 +447,10 @@ struct Features {
                             state.seq.k_len);
       });
     } else if (p.bias.boolean) {
-      bias.template add<true>(s, p.bias, steps.unit, rows, batch, n, grid.block_n);
+      bias.hide(s, held.bits);
     } else {
-      bias.template add<false>(s, p.bias, steps.unit, rows, batch, n, grid.block_n);
+      bias.add(s, steps.unit, held.at);
+      fetch_before(n);
     }
   }
 };
@@ -307,13 +458,19 @@ struct Features {
 // Of kernels without.
 struct NoFeatures {
   template <Feature kOnly>
-  __device__ __forceinline__ void begin(int) const {}
-  template <Feature kOnly, class Scores, class Softmax>
-  __device__ __forceinline__ bool score(Scores&, int, const Softmax&, const ScoreScale&) const {
+  __device__ __forceinline__ FeatureRegisters hold() const {
+    return {};
+  }
+  template <Feature kOnly>
+  __device__ __forceinline__ void begin(FeatureRegisters&, int) const {}
+  template <Feature kOnly, class Scores, class... Others>
+  __device__ __forceinline__ bool score(Scores&, const Others&...) const {
     return true;
   }
   template <Feature kOnly, class Scores>
-  __device__ __forceinline__ void drop(Scores&, int) const {}
+  __device__ __forceinline__ void drop_slowly(Scores&, int) const {}
+  template <Feature kOnly, class Weights>
+  __device__ __forceinline__ void drop(Weights&, const FeatureRegisters&, int) const {}
   __device__ __forceinline__ void finish() const {}
 };
 

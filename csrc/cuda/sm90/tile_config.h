@@ -8,7 +8,7 @@ namespace flash_attn::sm90 {
 // them. K and V have kStages stages. With fewer keys a row than kLeastKeys, sm80 is faster (H200).
 // Head dims up to kSmallerDim are another tile's. Mask blocks that are no whole tiles, pages that
 // ask for more boxes than 128 keys would, and problems of two warpgroups' rows are another tile's
-// too unless kAnyBlocks; a bias unless kBias.
+// too unless kAnyBlocks; dropout unless kDropout.
 //
 // Blocks that stay (persistent.cuh) in problems without a window, and in those with one whose rows
 // see at most kMostKeys on average: with more the tasks' order does more than their beginnings and
@@ -28,17 +28,18 @@ struct Forward64 {
   static constexpr int kStages = 4, kSlices = 1, kLeastKeys = 380, kSmallerDim = 0;
   static constexpr int kMostKeys = 6000, kMostListed = 0;
   static constexpr int kShort = 0, kShortCausal = 600, kShortWindow = 2000;
-  static constexpr bool kPairs = false, kAnyBlocks = false, kBias = true, kAhead = true;
+  static constexpr bool kPairs = false, kAnyBlocks = false, kDropout = true, kAhead = true;
 };
 // Of 64 keys: what a warpgroup's rows do not see of a window are whole tiles.
 struct Windows64 : Forward64 {
   static constexpr int kBlockN = 64;
   static constexpr int kShort = kNever, kShortCausal = kNever, kShortWindow = 0;
 };
-// Features take registers.
+// Dropout asks for more registers than there are: Blocks64.
 struct General64 : Forward64 {
-  static constexpr int kBlockN = 96, kLeastKeys = 640;
+  static constexpr int kLeastKeys = 640;
   static constexpr int kShort = 0, kShortCausal = 0, kShortWindow = 0;
+  static constexpr bool kDropout = false;
 };
 struct Blocks64 : Forward64 {
   static constexpr int kBlockM = 128, kWarps = 8, kStages = 3, kMostListed = kNever;
@@ -50,17 +51,15 @@ struct Forward128 {
   static constexpr int kStages = 3, kSlices = 1, kLeastKeys = 250, kSmallerDim = 64;
   static constexpr int kMostKeys = 3000, kMostListed = 0;
   static constexpr int kShort = 600, kShortCausal = 600, kShortWindow = 2000;
-  static constexpr bool kPairs = false, kAnyBlocks = false, kBias = true, kAhead = true;
+  static constexpr bool kPairs = false, kAnyBlocks = false, kDropout = true, kAhead = true;
 };
 struct Windows128 : Forward128 {
   static constexpr int kBlockN = 64, kShort = kNever, kShortCausal = 0, kShortWindow = 0;
 };
-// Dropout draws for 32 keys at a time. A bias is faster with Blocks128: 1.37 against 1.56 ms at 4 x
-// 4,096 tokens, 16 heads.
+// Dropout draws for 32 keys at a time.
 struct General128 : Forward128 {
   static constexpr int kBlockN = 64, kLeastKeys = 400;
   static constexpr int kShort = 0, kShortCausal = 0, kShortWindow = 0;
-  static constexpr bool kBias = false;
 };
 // 32 + 128 KiB.
 struct Blocks128 : Forward128 {
@@ -71,14 +70,14 @@ struct Blocks128 : Forward128 {
 struct Forward192 {
   static constexpr int kHeadDim = 192, kHeadDimV = 128, kBlockM = 192, kBlockN = 64, kWarps = 12;
   static constexpr int kStages = 3, kSlices = 1, kLeastKeys = 0, kSmallerDim = 128;
-  static constexpr bool kPairs = false, kAnyBlocks = true, kBias = true, kAhead = true;
+  static constexpr bool kPairs = false, kAnyBlocks = true, kDropout = true, kAhead = true;
   static constexpr int kMostKeys = kNever, kMostListed = 2500;
 };
 // 64 + 128 KiB.
 struct Forward256 {
   static constexpr int kHeadDim = 256, kHeadDimV = 256, kBlockM = 128, kBlockN = 64, kWarps = 8;
   static constexpr int kStages = 2, kSlices = 1, kLeastKeys = 0, kSmallerDim = 128;
-  static constexpr bool kPairs = false, kAnyBlocks = true, kBias = true, kAhead = false;
+  static constexpr bool kPairs = false, kAnyBlocks = true, kDropout = true, kAhead = false;
   static constexpr int kMostKeys = 300, kMostListed = 2500;
 };
 

@@ -183,6 +183,17 @@ struct Softmax {
   __device__ __forceinline__ bool weigh_ahead(float (&s)[1][kColumns][4],
                                               float (&sum)[2],
                                               const ScoreScale& scale) const {
+    return weigh_ahead(s, sum, scale,
+                       [&](float x, int, int, float base) { return fmaf(x, scale.c, -base); });
+  }
+
+  // The same where the exponent of element i of the n-th eight columns is made otherwise:
+  // exponent(score, n, i, base).
+  template <int kColumns, class Exponent>
+  __device__ __forceinline__ bool weigh_ahead(float (&s)[1][kColumns][4],
+                                              float (&sum)[2],
+                                              const ScoreScale& scale,
+                                              const Exponent& exponent) const {
     static_assert(!kExact);
     const float base[2] = {__fmul_rn(m[0][0], scale.c), __fmul_rn(m[0][1], scale.c)};
     float most[2] = {0, 0};
@@ -194,7 +205,7 @@ struct Softmax {
       for (int n = first; n < first + kSumColumns && n < kColumns; ++n) {
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          s[0][n][i] = ptx::exp2_approx(fmaf(s[0][n][i], scale.c, -base[i / 2]));
+          s[0][n][i] = ptx::exp2_approx(exponent(s[0][n][i], n, i, base[i / 2]));
         part[0] += s[0][n][0] + s[0][n][1];
         part[1] += s[0][n][2] + s[0][n][3];
       }
