@@ -75,3 +75,44 @@ def test_rows_beside_one_that_rises_stay_as_they_are(dims, device):
     same = torch.ones(q.shape[1], dtype=torch.bool)
     same[5 :: dims[0]] = False
     assert torch.equal(found[:, same], expected[:, same])
+
+
+def features(heads, rows, device):
+    """What a call may have besides, by name."""
+    torch.manual_seed(2)
+    slopes = torch.exp2(-torch.arange(1.0, heads + 1))
+    bias = torch.randn(1, heads, rows, KEYS, dtype=torch.bfloat16)
+    mask = torch.rand(1, 1, rows, KEYS) < 0.8
+    mask[..., 0] = True
+    arguments = {
+        "alibi": {"alibi_slopes": slopes},
+        "bias": {"attn_bias": bias},
+        "mask": {"attn_bias": mask},
+        "softcap 5": {"softcap": 5.0},
+        "softcap 40": {"softcap": 40.0},
+    }
+    return {
+        name: {k: v.to(device) if torch.is_tensor(v) else v for k, v in extra.items()}
+        for name, extra in arguments.items()
+    }
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("kind", ["steadily", "slowly", "noisy", "at keys"])
+@pytest.mark.parametrize("feature", ["alibi", "bias", "mask", "softcap 5", "softcap 40"])
+def test_scores_that_rise_with_a_feature(feature, kind, head_dim, device):
+    q, k, v = (
+        x.expand(-1, -1, 2, -1) for x in tensors(kind, head_dim, head_dim, torch.bfloat16, device)
+    )
+    extra = features(2, q.shape[1], device)[feature]
+    found = {"out": [], "lse": []}
+    ours = flash_attn_func(q, k, v, **extra, return_lse=True)
+    wide = {
+        k: v.double() if torch.is_tensor(v) and v.is_floating_point() else v
+        for k, v in extra.items()
+    }
+    truth = attention(*(x.double() for x in (q, k, v)), **wide)
+    plain = attention(q, k, v, **extra, compute_dtype=torch.bfloat16)
+    for name, *results in zip(found, ours, truth, plain, strict=True):
+        found[name].append((*results[:2], [worst(results[2], results[1])[0]]))
+    compare(found, f"{kind}, {feature}")
