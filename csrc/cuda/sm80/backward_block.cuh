@@ -11,7 +11,7 @@
 //   3      S^T = K Q^T, next Q on its way        dP^T = V dO^T, next dO on its way
 //   4      P^T = exp2(S^T scale - lse)  ------>  dS^T = P^T (dP^T - delta)  ---> dS for 2
 //   5      dV += P^T dO                          dK += dS^T Q
-//   6      which tile comes after the next
+//   6      which tile comes after the next (kQuickSteps: role 1)
 //
 // With keys on the M side, P^T and dS^T leave the registers only to meet the other role: P^T goes
 // through the place of dS^T, thread for thread. Where two warps share their keys' columns of dV
@@ -427,7 +427,7 @@ struct BackwardBlock : BackwardQueries<Element, Tile> {
       this->remove_poison(t % T::kStages);
       if constexpr (kRole == 0) {
         value_step(acc, bias, t);
-        if (threadIdx.x == 0) this->advance(t + 2);
+        if (!T::kQuickSteps && threadIdx.x == 0) this->advance(t + 2);
       } else {
         Leaving leaving;
         if constexpr (T::kDqSpread) {
@@ -436,6 +436,8 @@ struct BackwardBlock : BackwardQueries<Element, Tile> {
           this->query_step(t - 1);
         }
         key_step(acc, leaving, t);
+        if constexpr (T::kQuickSteps)
+          if (threadIdx.x == T::kThreads - 32) state.quick_step(p, grid, t + 2);
       }
       if constexpr (T::kStages == 1) {
         barrier_all();

@@ -59,6 +59,9 @@ struct BackwardLoads {
     return order;
   }
 
+  __device__ __forceinline__ bool q_whole() const { return T::kUsual || state.q_whole; }
+  __device__ __forceinline__ bool dout_whole() const { return T::kUsual || state.dout_whole; }
+
   // ---- loads
 
   template <int kRows, int kDim, class Order = KeysInOrder>
@@ -78,9 +81,11 @@ struct BackwardLoads {
     const int live = min(grid.block_n, seq.k_len - key);
     const int64_t k = seq.k_offset(p.k, key, head_k), v = seq.k_offset(p.v, key, head_k);
     load<T::kBlockN, T::kHeadDim>(smem, p.k, k, live, p.head_dim,
-                                  copies_whole_chunks<Element>(p.k, p.head_dim), key_order());
+                                  T::kUsual || copies_whole_chunks<Element>(p.k, p.head_dim),
+                                  key_order());
     load<T::kBlockN, T::kHeadDimV>(smem + T::kKBytes, p.v, v, live, p.head_dim_v,
-                                   copies_whole_chunks<Element>(p.v, p.head_dim_v), key_order());
+                                   T::kUsual || copies_whole_chunks<Element>(p.v, p.head_dim_v),
+                                   key_order());
     ptx::copy_async_commit();
   }
 
@@ -88,9 +93,9 @@ struct BackwardLoads {
   __device__ __forceinline__ void load_queries(const QueryStep& step, int stage) const {
     const int live = step.end - step.begin;
     load<T::kBlockM, T::kHeadDim>(smem + T::kQ + stage * T::kQBytes, p.q, step.q, live, p.head_dim,
-                                  state.q_whole);
+                                  q_whole());
     load<T::kBlockM, T::kHeadDimV>(smem + T::kDout + stage * T::kDoutBytes, p.grad.dout, step.dout,
-                                   live, p.head_dim_v, state.dout_whole);
+                                   live, p.head_dim_v, dout_whole());
     ptx::copy_async_commit();
   }
 
@@ -113,7 +118,7 @@ struct BackwardLoads {
   __device__ __forceinline__ Pieces<kRole> next_rows(int t, int first) const {
     const QueryStep& next = state.steps[(t + 1) % 4];
     const int stage = (t + 1) % T::kStages;
-    const bool whole = kRole == 0 ? state.q_whole : state.dout_whole;
+    const bool whole = kRole == 0 ? q_whole() : dout_whole();
     const bool wanted = T::kStages == 2 && next.head >= 0 && whole;
     const int live = next.end - next.begin;
     if constexpr (kRole == 0) {
@@ -155,12 +160,12 @@ struct BackwardLoads {
     const int stage = (t + 1) % T::kStages, live = next.end - next.begin;
     if (next.head >= 0) {
       load_stats(next, stage);
-      if (kRole == 0 && !state.q_whole) {
+      if (kRole == 0 && !q_whole()) {
         load_rows_slowly<T::kBlockM, T::kHeadDim, T::kRoleWarps * 32>(
             smem + T::kQ + stage * T::kQBytes, static_cast<const Element*>(p.q.ptr) + next.q,
             p.q.row, live, p.head_dim);
       }
-      if (kRole == 1 && !state.dout_whole) {
+      if (kRole == 1 && !dout_whole()) {
         load_rows_slowly<T::kBlockM, T::kHeadDimV, T::kRoleWarps * 32>(
             smem + T::kDout + stage * T::kDoutBytes,
             static_cast<const Element*>(p.grad.dout.ptr) + next.dout, p.grad.dout.row, live,

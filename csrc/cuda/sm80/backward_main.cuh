@@ -25,11 +25,39 @@ __device__ __forceinline__ TileSlot key_slot(const AttnParams& p,
   return find_slot(p.seq_k, p.batch, p.seqlen_k, 1, grid.block_n, slot);
 }
 
+// Usual: sequences are all alike, the tiles of a head a range, there are no slices, rows are whole
+// chunks. The kernel of BackwardTile::kUsual is told so.
+template <class Element>
+bool is_usual(const AttnParams& p, const BackwardGrid& grid) {
+  const Sequence &q = p.seq_q, &k = p.seq_k;
+  const bool alike = q.cu_seqlens == nullptr && k.cu_seqlens == nullptr && k.used == nullptr &&
+                     k.leftpad == nullptr && k.cache_batch_idx == nullptr &&
+                     p.pages.table == nullptr;
+  return alike && grid.even && grid.splits == 1 && p.dropout.philox == nullptr &&
+         copies_whole_chunks<Element>(p.q, p.head_dim) &&
+         copies_whole_chunks<Element>(p.k, p.head_dim) &&
+         copies_whole_chunks<Element>(p.v, p.head_dim_v) &&
+         copies_whole_chunks<Element>(p.grad.dout, p.head_dim_v) &&
+         copies_whole_chunks<Element>(p.grad.dk, p.head_dim) &&
+         copies_whole_chunks<Element>(p.grad.dv, p.head_dim_v);
+}
+__device__ __forceinline__ void assume_usual(const AttnParams& p, const BackwardGrid& grid) {
+  __builtin_assume(p.seq_q.cu_seqlens == nullptr);
+  __builtin_assume(p.seq_k.cu_seqlens == nullptr);
+  __builtin_assume(p.seq_k.used == nullptr);
+  __builtin_assume(p.seq_k.leftpad == nullptr);
+  __builtin_assume(p.seq_k.cache_batch_idx == nullptr);
+  __builtin_assume(p.pages.table == nullptr);
+  __builtin_assume(p.dropout.philox == nullptr);
+  __builtin_assume(grid.splits == 1);
+}
+
 template <class Element, class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     backward_kernel(const __grid_constant__ AttnParams p,
                     const __grid_constant__ BackwardGrid grid) {
   extern __shared__ __align__(1024) uint8_t smem[];
+  if constexpr (Tile::kUsual) assume_usual(p, grid);
   const uint32_t splits = grid.splits;
   const uint32_t block_index = splits == 1 ? blockIdx.x : blockIdx.x / splits;
   const uint32_t split = blockIdx.x - block_index * splits;
@@ -97,6 +125,11 @@ cudaError_t launch_tiles(const AttnParams& p, const BackwardGrid& grid, cudaStre
   BackwardGrid own = grid;
   own.even =
       p.mask.blocks_t.index == nullptr && grid.tile_splits == 1 && grid.block_m == Tile::kBlockM;
+  if constexpr (Tile::kScore == Score::kPlain && !std::is_void_v<typename Tile::Usual>) {
+    using Usual = BackwardTile<typename Tile::Usual, Score::kPlain>;
+    if (p.seqlen_q <= Tile::kMostUsual && is_usual<Element>(p, own))
+      return launch_tiles<Element, Usual>(p, grid, stream);
+  }
   own.by_lane = Tile::kScore == Score::kGeneral && bias_by_lane<Tile::kWarpKeys>(p, grid.block_n);
   return launch_shared(backward_kernel<Element, Tile>,
                        int64_t{grid.slots} * p.heads_k * grid.splits, Tile::kThreads,

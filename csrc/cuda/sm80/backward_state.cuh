@@ -73,10 +73,19 @@ struct __align__(16) QueryStep {
   static constexpr int kNoBits = -1, kFull = -2;
 };
 
+// Of tiles that are a range, for kQuickSteps: queries that the last one begins with, and the full
+// ones, as [full_begin, full_end); not a range: stop is past all.
+template <bool kQuickSteps>
+struct StepRange {};
+template <>
+struct StepRange<true> {
+  int stop, full_begin, full_end;
+};
+
 // What a block knows of its problem, in shared memory since registers are short. The walk is one
 // thread's; it runs two tiles ahead.
 template <class Element, class Tile>
-struct BackwardState {
+struct BackwardState : StepRange<Tile::kQuickSteps> {
   QueryStep steps[4];  // of tile t: steps[t % 4]
   SeqInfo seq;
   Mask mask;
@@ -137,6 +146,7 @@ struct BackwardState {
     head = from.head, head_end = from.head_end;
     q = from.q, dout = from.dout, line = from.line;
     tiles = from.tiles;
+    StepRange<Tile::kQuickSteps>::operator=(from);
     dropout = from.dropout;
     place = from.place, turn = from.turn, dq_line = from.dq_line;
   }
@@ -154,7 +164,17 @@ struct BackwardState {
     q = seq.q_offset(p.q, 0, head);
     dout = seq.q_offset(p.grad.dout, 0, head);
     line = seq.lse_offset(p, head, 0);
-    if (grid.even) return TileWalk(mask.q_tiles(key_begin, key_end, Tile::kBlockM), 0, 1);
+    if (Tile::kUsual || grid.even) {
+      const TileRange range = mask.q_tiles(key_begin, key_end, Tile::kBlockM);
+      if constexpr (Tile::kQuickSteps) {
+        const bool whole = key_end - key_begin == Tile::kBlockN;
+        this->stop = range.begin * Tile::kBlockM;
+        this->full_begin = range.full_begin * Tile::kBlockM;
+        this->full_end = whole ? range.full_end * Tile::kBlockM : 0;
+      }
+      return TileWalk(range, 0, 1);
+    }
+    if constexpr (Tile::kQuickSteps) this->stop = 0x7fffffff;
     return any_tiles(p, grid, seq, batch, head, key_begin, key_end, tile_split);
   }
 
@@ -170,6 +190,31 @@ struct BackwardState {
     return QTiles(p, seq, batch, head, key_begin, key_end, grid.block_m, tile_split,
                   grid.tile_splits)
         .walk;
+  }
+
+  // Step t, after step t - 1: mostly the tile below that one.
+  __device__ __forceinline__ void quick_step(const AttnParams& p, const BackwardGrid& grid, int t) {
+    const QueryStep last = steps[(t - 1) % 4];
+    if (last.head < 0) return;
+    if (last.begin <= this->stop) {
+      if (Tile::kUsual || grid.even) tiles.resume(last.begin / Tile::kBlockM);
+      advance(p, grid, steps[t % 4]);
+      return;
+    }
+    const int begin = last.begin - Tile::kBlockM, end = last.begin;
+    const int first_key = max(begin + mask.low, key_begin) - key_begin;
+    const int last_key = min(end - 1 + mask.high, key_end) - 1 - key_begin;
+    const bool full = begin >= this->full_begin && begin < this->full_end;
+    steps[t % 4] = {last.head,
+                    begin,
+                    end,
+                    full ? QueryStep::kFull : QueryStep::kNoBits,
+                    first_key / Tile::kWarpKeys,
+                    last_key / Tile::kWarpKeys + 1,
+                    last.q - Tile::kBlockM * p.q.row,
+                    last.dout - Tile::kBlockM * p.grad.dout.row,
+                    last.line - Tile::kBlockM,
+                    last.dq_line - Tile::kBlockM};
   }
 
   __device__ __forceinline__ void advance(const AttnParams& p,

@@ -52,9 +52,9 @@ struct BackwardStore : BackwardLoads<Element, Tile> {
     Element* to =
         static_cast<Element*>(t.ptr) + state.seq.k_offset(t, state.key_begin, state.head_k);
     const int rows = state.key_end - state.key_begin;
-    const bool whole = copies_whole_chunks<Element>(t);
+    const bool whole = T::kUsual || copies_whole_chunks<Element>(t);
     if constexpr (Base::kScore == Score::kPlain) {
-      if (whole && dim % kChunk == 0) {
+      if (T::kUsual || (whole && dim % kChunk == 0)) {
         store_whole_rows<T::kBlockN, T::kBlockN, kDim, T::kRoleWarps * 32>(tile, to, t.row, rows,
                                                                            dim);
         return;

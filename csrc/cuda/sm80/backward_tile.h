@@ -44,6 +44,11 @@ struct BackwardTile : Numbers {
   static constexpr int kDqPairs = min_of(kDqMost, kDqAll);
   static constexpr int kDqPasses = kDqAll / kDqPairs;
 
+  // Role 1 makes the steps of the walk, a tile below the one before from that one alone. Only where
+  // it is faster (H200): head_dim 64 by 2 %; 128 loses 5 %, 256 2 %.
+  static constexpr bool kQuickSteps =
+      kScore == Score::kPlain && !kDropout && N::kHeadDim == 64 && N::kStages == 2;
+
   static constexpr int kKBytes = 2 * N::kBlockN * N::kHeadDim;
   static constexpr int kVBytes = 2 * N::kBlockN * N::kHeadDimV;
   static constexpr int kQBytes = 2 * N::kBlockM * N::kHeadDim;
@@ -57,7 +62,7 @@ struct BackwardTile : Numbers {
   static constexpr int kTilesOfP = !kShareProbabilities ? 0 : kScore == Score::kGeneral ? 2 : 1;
   static constexpr int kStats = kP + kTilesOfP * kPanelBytes;
   static constexpr int kState = kStats + N::kStages * 2 * kStatBytes;
-  static constexpr int kStateBytes = 544;  // BackwardState
+  static constexpr int kStateBytes = 560;  // BackwardState
   static constexpr int kSmemBytes = kState + kStateBytes;
 
   static_assert(N::kBlockM <= 64 && N::kBlockN % N::kWarpKeys == 0 && kThreads >= 2 * N::kBlockM);
@@ -67,13 +72,21 @@ struct BackwardTile : Numbers {
                 "a block has 16 barriers");
 };
 
-// Narrow: the tile for block masks whose blocks are narrower than kBlockN; void: none.
+// Narrow: the tile for block masks whose blocks are narrower than kBlockN; void: none. Usual: that
+// for plain scores of usual problems (is_usual in backward_main.cuh) of up to kMostUsual queries,
+// since less code is faster: on an H200 head_dim 64 by 6 to 10 %, 128 by 1 to 4 % at 512, while it
+// loses up to 7 % from 4k on.
 //
 // 64 keys a warp: an operand from shared memory serves four row blocks. 162 KB of the 163 of sm_80.
 struct Narrow64;
 struct Small64;
+struct Usual64;
+struct Usual128;
 struct Backward64 {
   using Narrow = Narrow64;
+  using Usual = Usual64;
+  static constexpr bool kUsual = false;
+  static constexpr int kMostUsual = 0x7fffffff;
   using Dropout = void;
   static constexpr int kHeadDim = 64, kHeadDimV = 64;
   static constexpr int kBlockM = 64, kBlockN = 256, kWarpKeys = 64, kDimWarps = 1;
@@ -86,6 +99,9 @@ struct Backward64 {
 };
 struct Backward128 {
   using Narrow = void;
+  using Usual = Usual128;
+  static constexpr bool kUsual = false;
+  static constexpr int kMostUsual = 1024;
   using Dropout = void;
   static constexpr int kHeadDim = 128, kHeadDimV = 128;
   static constexpr int kBlockM = 64, kBlockN = 128, kWarpKeys = 32, kDimWarps = 1;
@@ -93,6 +109,8 @@ struct Backward128 {
 };
 struct Backward192 {
   using Narrow = void;
+  using Usual = void;
+  static constexpr bool kUsual = false;
   using Dropout = void;
   static constexpr int kHeadDim = 192, kHeadDimV = 128;
   static constexpr int kBlockM = 64, kBlockN = 64, kWarpKeys = 32, kDimWarps = 2;
@@ -100,22 +118,36 @@ struct Backward192 {
 };
 struct Backward256 {
   using Narrow = void;
+  using Usual = void;
+  static constexpr bool kUsual = false;
   using Dropout = void;
   static constexpr int kHeadDim = 256, kHeadDimV = 256;
   static constexpr int kBlockM = 64, kBlockN = 64, kWarpKeys = 32, kDimWarps = 2;
   static constexpr int kSubQueries = 32, kStages = 2, kBlocksPerSm = 1;
 };
+struct Usual64 : Backward64 {
+  using Narrow = void;
+  using Usual = void;
+  static constexpr bool kUsual = true;
+};
+struct Usual128 : Backward128 {
+  using Usual = void;
+  static constexpr bool kUsual = true;
+};
 struct Dropout64 : Backward64 {
   using Narrow = void;
+  using Usual = void;
 };
 // The general kernels have more to keep beside the scores. Dropout: the tile where there is nothing
 // but dropout.
 struct General64 : Backward64 {
   using Narrow = Small64;
+  using Usual = void;
   using Dropout = Dropout64;
   static constexpr int kSubQueries = 16;
 };
 struct General128 : Backward128 {
+  using Usual = void;
   using Dropout = Backward128;
   static constexpr int kSubQueries = 32;
 };
@@ -128,12 +160,14 @@ struct Small64 : General64 {
 };
 struct Narrow64 : Backward64 {
   using Narrow = void;
+  using Usual = void;
   static constexpr int kBlockN = 128, kBlocksPerSm = 2;
 };
 struct Medium256 : Backward256 {
   static constexpr int kStages = 1;
 };
 struct Small128 : Backward128 {
+  using Usual = void;
   static constexpr int kBlockM = 32, kBlockN = 64, kSubQueries = 32;
 };
 struct Small256 : Backward256 {
@@ -141,6 +175,7 @@ struct Small256 : Backward256 {
 };
 struct Sm75Backward64 : Backward64 {
   using Narrow = void;
+  using Usual = void;
   static constexpr int kBlockN = 64, kWarpKeys = 32, kStages = 1;
 };
 struct Sm75Backward128 : Small128 {

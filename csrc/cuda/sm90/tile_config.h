@@ -53,6 +53,7 @@ struct Forward128 {
   static constexpr int kShort = 600, kShortCausal = 600, kShortWindow = 2000;
   static constexpr bool kPairs = false, kAnyBlocks = false, kDropout = true, kAhead = true;
 };
+// The same, and for short causal problems.
 struct Windows128 : Forward128 {
   static constexpr int kBlockN = 64, kShort = kNever, kShortCausal = 0, kShortWindow = 0;
 };
