@@ -14,6 +14,7 @@ static constexpr KernelRow kRows[] = {
     forward_row<f16, Windows64, Score::kPlain>("sm90_forward_f16_d64_windows"),
     forward_row<f16, Blocks64, Score::kPlain>("sm90_forward_f16_d64_blocks"),
     forward_row<f16, General64, Score::kGeneral>("sm90_forward_f16_d64_general"),
+    forward_row<f16, Dropout64, Score::kGeneral>("sm90_forward_f16_d64_dropout"),
     forward_row<f16, Blocks64, Score::kGeneral>("sm90_forward_f16_d64_blocks_general"),
     forward_row<f16, Forward128, Score::kPlain>("sm90_forward_f16_d128"),
     forward_row<f16, Windows128, Score::kPlain>("sm90_forward_f16_d128_windows"),

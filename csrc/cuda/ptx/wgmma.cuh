@@ -65,19 +65,6 @@ __device__ __forceinline__ void settle(float sum) {
       : "memory");
 }
 
-// The same of pairs of weights.
-template <int kCount>
-__device__ __forceinline__ void settle(const uint32_t* pairs) {
-  uint32_t some = 0;
-#pragma unroll
-  for (int i = 0; i < kCount; ++i)
-    some |= pairs[i];
-  asm volatile(
-      "{.reg .pred never; setp.lt.s32 never, %0, 0; @never st.shared.u32 [%1], %0;}" ::"r"(some),
-      "r"(0)
-      : "memory");
-}
-
 // clang-format off
 // The names of the first accumulators of an instruction, and themselves.
 #define FA_NAMES_32 \

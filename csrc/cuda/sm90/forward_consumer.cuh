@@ -92,12 +92,9 @@ struct Consumer {
 
   // Weights as operands of the next product, after the last one.
   template <Feature kOnly>
-  __device__ __forceinline__ void take(Weights& to,
-                                       const Scores& s,
-                                       const FeatureRegisters& held,
-                                       int n) const {
-    to_operands<Element>(to, s);
-    features.template drop<kOnly>(to, held, n);
+  __device__ __forceinline__ void take(const Scores& s, const FeatureRegisters& held, int n) {
+    to_operands<Element>(weights, s);
+    features.template drop<kOnly>(weights, held, n);
   }
 
   // 6. The last product.
@@ -146,7 +143,7 @@ struct Consumer {
     hide(s, tile);
     weigh(softmax, s, factor, grid.scale);
     features.template drop_slowly<kAny>(s, tile.n);
-    take<kAny>(weights, s, held, tile.n);
+    take<kAny>(s, held, tile.n);
     before = tile.n;
   }
 
@@ -168,7 +165,7 @@ struct Consumer {
     if constexpr (kScore == Score::kGeneral) ptx::settle(softmax.l[0][0] + softmax.l[0][1]);
     features.template drop_slowly<kOnly>(s, tile.n);
     wait_out();
-    take<kOnly>(weights, s, held, tile.n);
+    take<kOnly>(s, held, tile.n);
     before = tile.n;
     if (raised) rescale(out, factor);
     if constexpr (kAhead) calm.note(raised);
@@ -188,7 +185,6 @@ struct Consumer {
   template <Feature kOnly>
   __device__ __forceinline__ void weigh_features_ahead(const KvTile& tile, FeatureRegisters& held) {
     Scores s;
-    Weights next;
     float factor[2], sum[2];
     multiply_qk(s);
     wait_v();
@@ -198,15 +194,7 @@ struct Consumer {
     const bool right =
         features.template weigh_ahead<kOnly>(s, sum, held, tile.n, softmax, grid.scale);
     const bool again = some_of_group(!right);
-    // Dropout's work while the last product is under way.
-    constexpr bool kEarly = kOnly == Feature::kDropout;
-    if (!again) {
-      release_k();
-      if constexpr (kEarly) {
-        take<kOnly>(next, s, held, tile.n);
-        ptx::settle<kColumns * 2>(&next[0][0]);
-      }
-    }
+    if (!again) release_k();
     wait_out();
     features.template end_ahead<kOnly>(held, tile.n, !again);
     if (__builtin_expect(again, 0)) {
@@ -216,17 +204,10 @@ struct Consumer {
       release_k();
       const bool may_rise = features.template score<kOnly>(s, held, tile.n, softmax, grid.scale);
       if (weigh(softmax, s, factor, grid.scale, may_rise)) rescale(out, factor);
-      take<kOnly>(weights, s, held, tile.n);
     } else {
       softmax.l[0][0] += sum[0], softmax.l[0][1] += sum[1];
-      if constexpr (kEarly) {
-#pragma unroll
-        for (int e = 0; e < kColumns * 2; ++e)
-          weights[e / 4][e % 4] = next[e / 4][e % 4];
-      } else {
-        take<kOnly>(weights, s, held, tile.n);
-      }
     }
+    take<kOnly>(s, held, tile.n);
   }
 
   // 2 to 5 of any tile.

@@ -35,11 +35,15 @@ struct Windows64 : Forward64 {
   static constexpr int kBlockN = 64;
   static constexpr int kShort = kNever, kShortCausal = kNever, kShortWindow = 0;
 };
-// Dropout asks for more registers than there are: Blocks64.
+// Without what dropout needs of registers.
 struct General64 : Forward64 {
   static constexpr int kLeastKeys = 640;
   static constexpr int kShort = 0, kShortCausal = 0, kShortWindow = 0;
   static constexpr bool kDropout = false;
+};
+struct Dropout64 : General64 {
+  static constexpr int kBlockN = 96;
+  static constexpr bool kDropout = true;
 };
 struct Blocks64 : Forward64 {
   static constexpr int kBlockM = 128, kWarps = 8, kStages = 3, kMostListed = kNever;
