@@ -3,7 +3,7 @@
 // there, doing one task after another, so that what one begins with and what another ends with is
 // done beside products. For scores without features, since it is fast as long as its code is short:
 // all warps walk all of it in each task; for the same reason block lists have an instance of their
-// own (kLists).
+// own (Hides).
 //
 // A task is block_m packed rows of one key head. Each role goes on to the next as soon as it has
 // done its part of this one. Of the last warpgroup three warps find the tasks and
@@ -92,7 +92,7 @@ __device__ __forceinline__ void produce_tasks(const AttnParams& p,
   }
 }
 
-template <class Element, class Tile, bool kLists>
+template <class Element, class Tile, Hides kHides>
 __global__ void __launch_bounds__(PersistentSizes<Tile>::kThreads, 1)
     persistent_kernel(const __grid_constant__ AttnParams p,
                       const __grid_constant__ ForwardGrid grid,
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(PersistentSizes<Tile>::kThreads, 1)
       schedule<Element, Tile>(p, grid, maps, smem_address(smem), pipe, states);
   } else {
     ptx::take_registers<T::kConsumerRegisters>();
-    TaskConsumer<Element, Tile, kLists> self(p, grid, states, smem_address(smem), pipe, barriers,
+    TaskConsumer<Element, Tile, kHides> self(p, grid, states, smem_address(smem), pipe, barriers,
                                              uniform(threadIdx.x / 128));
     consume_tasks(self);
   }
@@ -177,9 +177,10 @@ cudaError_t launch_persistent(const AttnParams& p,
     return launch_shared(kernel, blocks, T::kThreads, T::kBytes, stream, p, grid, maps);
   };
   if constexpr (Tile::kAnyBlocks) {
-    if (p.mask.blocks.index != nullptr) return launch(persistent_kernel<Element, Tile, true>);
+    if (p.mask.blocks.index != nullptr)
+      return launch(persistent_kernel<Element, Tile, Hides::kLists>);
   }
-  return launch(persistent_kernel<Element, Tile, false>);
+  return launch(persistent_kernel<Element, Tile, Hides::kWindows>);
 }
 
 }  // namespace flash_attn::sm90

@@ -10,8 +10,11 @@
 
 namespace flash_attn::sm90 {
 
-// A warpgroup: what it reads, and its place in the rings. kLists: tiles may have bits.
-template <class Element, class Tile, bool kLists>
+// What hides keys: windows and lengths alone, or block lists too, whose tiles may have bits.
+enum class Hides : uint8_t { kWindows, kLists };
+
+// A warpgroup: what it reads, and its place in the rings.
+template <class Element, class Tile, Hides kHides>
 struct TaskConsumer {
   using T = PersistentSizes<Tile>;
   static constexpr int kColumns = Tile::kBlockN / 8, kOutColumns = Tile::kHeadDimV / 8;
@@ -172,7 +175,7 @@ struct TaskConsumer {
     const int key = tile.n * Tile::kBlockN;
     if (tile.full) return;
     const WarpRows rows = state().warp_rows(16 * warp());
-    if (kLists && tile.bits >= 0) {
+    if (kHides == Hides::kLists && tile.bits >= 0) {
       const TileMask<ceil_div(kColumns, 4)> hidden(p.pages, state().task.batch, key, Tile::kBlockN,
                                                    tile.bits);
       apply_mask(s, p.mask, rows, hidden);
@@ -256,8 +259,8 @@ struct TaskConsumer {
 
 // What a warpgroup does: all tasks of a block. The last product of a task is made beside the first
 // softmax of the next one, where that begins at once.
-template <class Element, class Tile, bool kLists>
-__device__ __forceinline__ void consume_tasks(TaskConsumer<Element, Tile, kLists>& self) {
+template <class Element, class Tile, Hides kHides>
+__device__ __forceinline__ void consume_tasks(TaskConsumer<Element, Tile, kHides>& self) {
   for (;; self.advance()) {
     const bool exists = uniform(self.wait_task());
     StageTile tile;
