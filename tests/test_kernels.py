@@ -80,7 +80,11 @@ def planned(row, arch, smem, dim_loss=0):
     problem |= {"seqlen_q": 1024, "seqlen_k": 1024, "backend": row.get("family", "")}
     if row.get("name", "").count("_blocks"):
         problem |= {"block_q": 128, "block_k": 128}
-    if row["score"] == "general":
+    if row.get("name", "").count("_windows"):
+        problem |= {"window_left": 255, "window_right": 0}
+    if row.get("name", "").count("_dropout"):
+        problem |= {"dropout": True}
+    elif row["score"] == "general":
         problem |= {"softcap": 1.0} if problem["backend"] == "sm90" else {"bias": True}
     return host.plan(problem)["kernel"]
 

@@ -121,8 +121,13 @@ def test_plan_of_hopper(dtype):
     assert gpu(90, **few | {"seqlen_q": 1024, "seqlen_k": 1024})["backend"] == "sm90"
     assert gpu(90, **sizes | {"head_dim": 64, "seqlen_k": 200})["backend"] == "sm80"
     assert gpu(90, **sizes | {"head_dim": 64})["block_m"] == 192
-    causal = sizes | {"head_dim": 64, "seqlen_q": 1024, "seqlen_k": 1024, "window_right": 0}
-    assert gpu(90, **causal)["block_m"] == 128
+    for head_dim in (64, 128):
+        causal = {"head_dim": head_dim, "seqlen_q": 1024, "seqlen_k": 1024, "window_right": 0}
+        assert gpu(90, **sizes | causal)["kernel"].endswith(f"_d{head_dim}_windows")
+        long = causal | {"seqlen_q": 4096, "seqlen_k": 4096}
+        for left, name in ((-1, ""), (500, "_windows"), (3000, "")):
+            made = gpu(90, **sizes | long | {"window_left": left})
+            assert made["kernel"].endswith(f"_d{head_dim}{name}")
     for dims, tile in (((192, 128), 192), ((96, 128), 128), ((128, 64), 128), ((192, 192), 256)):
         dims = dict(zip(("head_dim", "head_dim_v"), dims, strict=True))
         made = gpu(90, **sizes | dims | {"seqlen_k": 1024})
@@ -135,7 +140,9 @@ def test_plan_of_hopper(dtype):
         few | {"page_size": 16},
     ):
         assert gpu(90, **(sizes | fast))["backend"] == "sm90"
-    assert gpu(90, **sizes, bias=True)["kernel"].endswith("_d128_blocks_general")
+    assert gpu(90, **sizes, bias=True)["kernel"].endswith("_d128_general")
+    dropout = sizes | {"head_dim": 64, "seqlen_k": 1024, "dropout": True}
+    assert gpu(90, **dropout)["kernel"].endswith("_d64_dropout")
     odd = sizes | {"bias": True, "bias_boxes": False}
     assert gpu(90, **odd)["backend"] == "sm80"
     assert any("a bias of this kind" in text for text in gpu(90, **odd)["reasons"])

@@ -25,15 +25,15 @@ __device__ __forceinline__ TileSlot key_slot(const AttnParams& p,
   return find_slot(p.seq_k, p.batch, p.seqlen_k, 1, grid.block_n, slot);
 }
 
-// Usual: sequences are all alike, the tiles of a head a range, there are no slices, rows are whole
-// chunks. The kernel of BackwardTile::kUsual is told so.
+// Usual: sequences are all alike, there are no slices, rows are whole chunks. The kernel of
+// BackwardTile::kUsual is told so.
 template <class Element>
 bool is_usual(const AttnParams& p, const BackwardGrid& grid) {
   const Sequence &q = p.seq_q, &k = p.seq_k;
   const bool alike = q.cu_seqlens == nullptr && k.cu_seqlens == nullptr && k.used == nullptr &&
                      k.leftpad == nullptr && k.cache_batch_idx == nullptr &&
                      p.pages.table == nullptr;
-  return alike && grid.even && grid.splits == 1 && p.dropout.philox == nullptr &&
+  return alike && grid.splits == 1 && p.dropout.philox == nullptr &&
          copies_whole_chunks<Element>(p.q, p.head_dim) &&
          copies_whole_chunks<Element>(p.k, p.head_dim) &&
          copies_whole_chunks<Element>(p.v, p.head_dim_v) &&
@@ -127,7 +127,7 @@ cudaError_t launch_tiles(const AttnParams& p, const BackwardGrid& grid, cudaStre
       p.mask.blocks_t.index == nullptr && grid.tile_splits == 1 && grid.block_m == Tile::kBlockM;
   if constexpr (Tile::kScore == Score::kPlain && !std::is_void_v<typename Tile::Usual>) {
     using Usual = BackwardTile<typename Tile::Usual, Score::kPlain>;
-    if (p.seqlen_q <= Tile::kMostUsual && is_usual<Element>(p, own))
+    if (p.seqlen_q <= Tile::kMostUsual && (own.even || !Usual::kEven) && is_usual<Element>(p, own))
       return launch_tiles<Element, Usual>(p, grid, stream);
   }
   own.by_lane = Tile::kScore == Score::kGeneral && bias_by_lane<Tile::kWarpKeys>(p, grid.block_n);

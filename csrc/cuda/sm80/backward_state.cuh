@@ -73,8 +73,8 @@ struct __align__(16) QueryStep {
   static constexpr int kNoBits = -1, kFull = -2;
 };
 
-// Of tiles that are a range, for kQuickSteps: queries that the last one begins with, and the full
-// ones, as [full_begin, full_end); not a range: stop is past all.
+// For kQuickSteps: queries that the last tile begins with, and the full ones, as [full_begin,
+// full_end).
 template <bool kQuickSteps>
 struct StepRange {};
 template <>
@@ -164,7 +164,7 @@ struct BackwardState : StepRange<Tile::kQuickSteps> {
     q = seq.q_offset(p.q, 0, head);
     dout = seq.q_offset(p.grad.dout, 0, head);
     line = seq.lse_offset(p, head, 0);
-    if (Tile::kUsual || grid.even) {
+    if ((Tile::kUsual && Tile::kEven) || grid.even) {
       const TileRange range = mask.q_tiles(key_begin, key_end, Tile::kBlockM);
       if constexpr (Tile::kQuickSteps) {
         const bool whole = key_end - key_begin == Tile::kBlockN;
@@ -174,7 +174,6 @@ struct BackwardState : StepRange<Tile::kQuickSteps> {
       }
       return TileWalk(range, 0, 1);
     }
-    if constexpr (Tile::kQuickSteps) this->stop = 0x7fffffff;
     return any_tiles(p, grid, seq, batch, head, key_begin, key_end, tile_split);
   }
 
@@ -197,7 +196,7 @@ struct BackwardState : StepRange<Tile::kQuickSteps> {
     const QueryStep last = steps[(t - 1) % 4];
     if (last.head < 0) return;
     if (last.begin <= this->stop) {
-      if (Tile::kUsual || grid.even) tiles.resume(last.begin / Tile::kBlockM);
+      tiles.resume(last.begin / Tile::kBlockM);
       advance(p, grid, steps[t % 4]);
       return;
     }

@@ -46,8 +46,7 @@ struct BackwardTile : Numbers {
 
   // Role 1 makes the steps of the walk, a tile below the one before from that one alone. Only where
   // it is faster (H200): head_dim 64 by 2 %; 128 loses 5 %, 256 2 %.
-  static constexpr bool kQuickSteps =
-      kScore == Score::kPlain && !kDropout && N::kHeadDim == 64 && N::kStages == 2;
+  static constexpr bool kQuickSteps = N::kUsual && N::kEven && N::kHeadDim == 64;
 
   static constexpr int kKBytes = 2 * N::kBlockN * N::kHeadDim;
   static constexpr int kVBytes = 2 * N::kBlockN * N::kHeadDimV;
@@ -75,17 +74,18 @@ struct BackwardTile : Numbers {
 // Narrow: the tile for block masks whose blocks are narrower than kBlockN; void: none. Usual: that
 // for plain scores of usual problems (is_usual in backward_main.cuh) of up to kMostUsual queries,
 // since less code is faster: on an H200 head_dim 64 by 6 to 10 %, 128 by 1 to 4 % at 512, while it
-// loses up to 7 % from 4k on.
+// loses up to 7 % from 4k on. kEven: of those whose tiles are a range (BackwardGrid::even) as well.
 //
 // 64 keys a warp: an operand from shared memory serves four row blocks. 162 KB of the 163 of sm_80.
 struct Narrow64;
 struct Small64;
 struct Usual64;
 struct Usual128;
+struct UsualNarrow64;
 struct Backward64 {
   using Narrow = Narrow64;
   using Usual = Usual64;
-  static constexpr bool kUsual = false;
+  static constexpr bool kUsual = false, kEven = true;
   static constexpr int kMostUsual = 0x7fffffff;
   using Dropout = void;
   static constexpr int kHeadDim = 64, kHeadDimV = 64;
@@ -100,7 +100,7 @@ struct Backward64 {
 struct Backward128 {
   using Narrow = void;
   using Usual = Usual128;
-  static constexpr bool kUsual = false;
+  static constexpr bool kUsual = false, kEven = true;
   static constexpr int kMostUsual = 1024;
   using Dropout = void;
   static constexpr int kHeadDim = 128, kHeadDimV = 128;
@@ -110,7 +110,7 @@ struct Backward128 {
 struct Backward192 {
   using Narrow = void;
   using Usual = void;
-  static constexpr bool kUsual = false;
+  static constexpr bool kUsual = false, kEven = true;
   using Dropout = void;
   static constexpr int kHeadDim = 192, kHeadDimV = 128;
   static constexpr int kBlockM = 64, kBlockN = 64, kWarpKeys = 32, kDimWarps = 2;
@@ -119,7 +119,7 @@ struct Backward192 {
 struct Backward256 {
   using Narrow = void;
   using Usual = void;
-  static constexpr bool kUsual = false;
+  static constexpr bool kUsual = false, kEven = true;
   using Dropout = void;
   static constexpr int kHeadDim = 256, kHeadDimV = 256;
   static constexpr int kBlockM = 64, kBlockN = 64, kWarpKeys = 32, kDimWarps = 2;
@@ -160,8 +160,12 @@ struct Small64 : General64 {
 };
 struct Narrow64 : Backward64 {
   using Narrow = void;
-  using Usual = void;
+  using Usual = UsualNarrow64;
   static constexpr int kBlockN = 128, kBlocksPerSm = 2;
+};
+struct UsualNarrow64 : Narrow64 {
+  using Usual = void;
+  static constexpr bool kUsual = true, kEven = false;
 };
 struct Medium256 : Backward256 {
   static constexpr int kStages = 1;

@@ -30,10 +30,11 @@ struct Forward64 {
   static constexpr int kShort = 0, kShortCausal = 600, kShortWindow = 2000;
   static constexpr bool kPairs = false, kAnyBlocks = false, kDropout = true, kAhead = true;
 };
-// Of 64 keys: what a warpgroup's rows do not see of a window are whole tiles.
+// For windows, and for short causal problems. Of 64 keys: what a warpgroup's rows do not see are
+// whole tiles.
 struct Windows64 : Forward64 {
-  static constexpr int kBlockN = 64;
-  static constexpr int kShort = kNever, kShortCausal = kNever, kShortWindow = 0;
+  static constexpr int kBlockN = 64, kStages = 3;
+  static constexpr int kShort = kNever, kShortCausal = 0, kShortWindow = 0;
 };
 // Without what dropout needs of registers.
 struct General64 : Forward64 {
@@ -57,7 +58,7 @@ struct Forward128 {
   static constexpr int kShort = 600, kShortCausal = 600, kShortWindow = 2000;
   static constexpr bool kPairs = false, kAnyBlocks = false, kDropout = true, kAhead = true;
 };
-// The same, and for short causal problems.
+// The same.
 struct Windows128 : Forward128 {
   static constexpr int kBlockN = 64, kShort = kNever, kShortCausal = 0, kShortWindow = 0;
 };
