@@ -9,13 +9,6 @@
 
 namespace flash_attn::ptx {
 
-// ld.shared.u16. `address` is a multiple of 2.
-__device__ __forceinline__ uint32_t load_shared_2(uint32_t address) {
-  uint16_t r;
-  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(r) : "r"(address) : "memory");
-  return r;
-}
-
 // ld.shared.f32.
 __device__ __forceinline__ float load_shared_4(uint32_t address) {
   float r;

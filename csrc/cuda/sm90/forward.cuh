@@ -182,7 +182,7 @@ int launch_forward(const AttnParams& p, const Plan& plan, void* workspace, void*
     if (shared && p.seq_q.cu_seqlens == nullptr && plan.num_splits == 1) maps.sharing = p.batch;
   }
   cudaStream_t on = static_cast<cudaStream_t>(stream);
-  if constexpr (kScore == Score::kPlain && Tile::kMostKeys >= 0) {
+  if constexpr (kScore == Score::kPlain) {
     const int blocks = maps.whole ? persistent_blocks<Element, Tile>(p, grid, mean_keys(p)) : 0;
     if (blocks > 0) return launch_persistent<Element, Tile>(p, grid, maps, blocks, workspace, on);
   }

@@ -12,9 +12,9 @@ namespace flash_attn::sm90 {
 //
 // Blocks that stay (persistent.cuh) in problems without a window, and in those with one whose rows
 // see at most kMostKeys on average: with more the tasks' order does more than their beginnings and
-// ends cost. Negative: never. With block lists, where none lists more than kMostListed keys. Rows
-// that see fewer keys than kShort (without a window), kShortCausal (one without a left side) or
-// kShortWindow are another tile's: of two warpgroups, or of fewer keys.
+// ends cost. With block lists, where none lists more than kMostListed keys. Rows that see fewer
+// keys than kShort (without a window), kShortCausal (one without a left side) or kShortWindow are
+// another tile's: of two warpgroups, or of fewer keys.
 //
 // Three warpgroups where registers allow: the third fills in where the other two wait, and K and V
 // come for 192 rows at once. Keys a tile as many as registers hold without a spill: S, P and out
@@ -58,7 +58,7 @@ struct Forward128 {
   static constexpr int kShort = 600, kShortCausal = 600, kShortWindow = 2000;
   static constexpr bool kPairs = false, kAnyBlocks = false, kDropout = true, kAhead = true;
 };
-// The same.
+// As Windows64.
 struct Windows128 : Forward128 {
   static constexpr int kBlockN = 64, kShort = kNever, kShortCausal = 0, kShortWindow = 0;
 };
